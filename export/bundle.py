@@ -1,0 +1,172 @@
+"""One export: a checked pair in, a bundle directory out.
+
+Knows the order of the work. The parts are elsewhere: checkpoints, graphs, weights, writing.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+
+from dspark.export.check import check_graph, check_references
+from dspark.export.checkpoint import Checkpoint
+from dspark.export.graphs import GraphPlan, build_graphs
+from dspark.export.pair import Pair, load_pair
+from dspark.export.weights import Weights, check_finite
+from dspark.export.write import atomic_directory, check_output, record_files
+from dspark.plugins.contract import VERSION as OPS_CONTRACT
+from dspark.runtime.bundle import (
+    DTYPES,
+    FORMAT_VERSION,
+    MANIFEST,
+    TOKENIZER_FILES,
+    CheckpointRecord,
+    Conventions,
+    Limits,
+    Manifest,
+    file_sha256,
+    fingerprint,
+)
+from dspark.runtime.errors import ConfigError, numbered
+from dspark.runtime.graphs import GRAPHS, cache_capacity, ring_capacity
+
+DEFAULT_WINDOW = 2048
+OPSETS = (24, 25)
+"""TensorScatter, the body of the ring write, is new in 24; onnxscript 0.7.2 converts up to 25."""
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """What a user may choose; None means the default that the checkpoints give."""
+
+    dtype: str = "auto"
+    num_speculative_tokens: int | None = None
+    ctx_window: int | str = DEFAULT_WINDOW
+    max_batch_size: int = 8
+    max_seq_len: int | None = None
+    max_chunk: int = 512
+    mask_token_id: int | None = None
+    copy_weights: bool = False
+    check_finite: bool = False
+    debug_outputs: bool = False
+    opset: int = OPSETS[0]
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Callbacks: `step` gets what begins, `weights` bytes written and bytes in all."""
+
+    step: Callable[[str], None] = field(default=lambda _: None)
+    weights: Callable[[int, int], None] = field(default=lambda _done, _total: None)
+
+
+def export_bundle(
+    target: Path | str,
+    drafter: Path | str,
+    output: Path | str,
+    options: ExportOptions | None = None,
+    progress: Progress | None = None,
+) -> Manifest:
+    """Export the pair in two model directories to the bundle directory `output` and return its manifest.
+
+    Raises ConfigError, CheckpointError or ExportError before anything is written; an interruption leaves nothing behind.
+    """
+    target, drafter, output = Path(target), Path(drafter), Path(output)
+    options, progress = options or ExportOptions(), progress or Progress()
+    check_output(output, overwrite=options.overwrite)
+    progress.step("reading the checkpoints")
+    pair = load_pair(target, drafter, options.mask_token_id)
+    plan, limits = resolve(pair, options)
+    if options.check_finite:
+        progress.step("checking that all weights are finite")
+        check_finite(pair.target_tensors | {f"drafter.{name}": t for name, t in pair.drafter_tensors.items()})
+    weights = Weights(pair, plan.dtype, copy=options.copy_weights)
+    graphs = build_graphs(
+        plan, weights.resolver("target", plan.target), weights.resolver("drafter", plan.drafter), progress.step
+    )
+    with atomic_directory(output, overwrite=options.overwrite) as scratch:
+        if weights.inside:
+            progress.step("converting the weights" if weights.converted else "copying the weights")
+            weights.write(scratch, progress.weights)
+        progress.step("checking the graphs")
+        record = weights.record()
+        for name in GRAPHS:
+            _write_graph(graphs[name], scratch / f"{name}.onnx", plan, root=record.root)
+        for name in TOKENIZER_FILES:
+            if (target / name).exists():
+                shutil.copyfile(target / name, scratch / name)
+        manifest = Manifest(
+            format_version=FORMAT_VERSION,
+            dspark_version=version("dspark"),
+            ops_contract=OPS_CONTRACT,
+            opset=plan.opset,
+            dtype=plan.dtype,
+            target=plan.target,
+            drafter=plan.drafter,
+            num_speculative_tokens=plan.num_speculative_tokens,
+            window=plan.window,
+            ring_capacity=ring_capacity(min(plan.window, limits.max_seq_len), plan.num_speculative_tokens),
+            cache_capacity=cache_capacity(limits.max_seq_len, plan.num_speculative_tokens),
+            limits=limits,
+            conventions=Conventions(plan.num_speculative_tokens, plan.num_speculative_tokens + 1),
+            debug_outputs=plan.debug_outputs,
+            weights=record,
+            checkpoints={"target": _identity(pair.target_checkpoint), "drafter": _identity(pair.drafter_checkpoint)},
+            files=record_files(scratch),
+        )
+        (scratch / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+    return manifest
+
+
+def resolve(pair: Pair, options: ExportOptions) -> tuple[GraphPlan, Limits]:
+    """Return what the options mean for this pair. Raises ConfigError with all that cannot be."""
+    block = pair.drafter.block_size
+    k = block if options.num_speculative_tokens is None else options.num_speculative_tokens
+    longest = options.max_seq_len or pair.target.max_position_embeddings
+    window = longest if options.ctx_window == "full" else int(options.ctx_window)
+    limits = Limits(options.max_batch_size, longest, options.max_chunk)
+    dtype = "fp32" if options.dtype == "auto" else options.dtype
+    checks = [
+        (1 <= k <= block, f"num_speculative_tokens is {k}, expected 1..{block} (the drafter's block)"),
+        (window >= block + 2, f"ctx_window is {window}, the minimum is {block + 2} (block + 2)"),
+        (limits.max_batch_size >= 1, f"max_batch_size is {limits.max_batch_size}, expected at least 1"),
+        (2 <= longest, f"max_seq_len is {longest}, expected at least 2"),
+        (
+            longest <= pair.target.max_position_embeddings,
+            f"max_seq_len is {longest}, the target's max_position_embeddings is {pair.target.max_position_embeddings}",
+        ),
+        (limits.max_chunk >= 1, f"max_chunk is {limits.max_chunk}, expected at least 1"),
+        (dtype in DTYPES, f"dtype is {options.dtype!r}, expected auto, {', '.join(DTYPES)}"),
+        (options.opset in OPSETS, f"opset is {options.opset}, expected one of {OPSETS}"),
+    ]
+    faults = [fault for holds, fault in checks if not holds]
+    if faults:
+        raise ConfigError(f"this export cannot be done as asked:{numbered(faults)}")
+    return GraphPlan(pair.target, pair.drafter, k, window, dtype, options.opset, options.debug_outputs), limits
+
+
+def _write_graph(model: ir.Model, path: Path, plan: GraphPlan, *, root: str | None) -> None:
+    signature = plan.signatures[path.stem]
+    proto = ir.to_proto(model)
+    data = proto.SerializeToString(deterministic=True)
+    path.write_bytes(data)
+    check_graph(model, signature)
+    if root is None:
+        onnx.checker.check_model(os.fspath(path), full_check=True)
+    else:
+        check_references(model, proto, root)
+
+
+def _identity(checkpoint: Checkpoint) -> CheckpointRecord:
+    files = {file.name: fingerprint(file) for file in checkpoint.files}
+    return CheckpointRecord(file_sha256(checkpoint.directory / "config.json"), files)
+
+

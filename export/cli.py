@@ -1,0 +1,123 @@
+"""`dspark-export TARGET DRAFTER OUTPUT`: command line of the exporter.
+
+Knows arguments, messages and exit codes: 0 done, 1 verification failed, 2 refused, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+
+from dspark.runtime.bundle import DTYPES, Manifest
+from dspark.runtime.errors import DSparkError
+from dspark.runtime.terminal import ProgressLine
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; return its exit code."""
+    args = _parser().parse_args(argv)
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.ERROR if args.quiet else logging.WARNING)
+    line = ProgressLine(sys.stderr, enabled=not args.quiet)
+    try:
+        return _run(args, line)
+    except DSparkError as error:
+        line.clear()
+        print(f"dspark-export: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        line.clear()
+        print(f"dspark-export: {error}; nothing was left at {args.output}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        line.clear()
+        print("dspark-export: interrupted; nothing was written", file=sys.stderr)
+        return 130
+
+
+def _run(args: argparse.Namespace, line: ProgressLine) -> int:
+    began = time.perf_counter()
+    line.show("loading torch")
+    from dspark.export.bundle import ExportOptions, Progress, export_bundle  # noqa: PLC0415  torch takes seconds to import
+
+    names = set(ExportOptions.__dataclass_fields__)
+    options = ExportOptions(**{name: value for name, value in vars(args).items() if name in names})
+    progress = Progress(line.show, lambda done, total: line.show(f"writing weights {done / total:4.0%} of {total / 1e9:.2f} GB"))
+    if args.verbose:
+        progress = Progress(lambda text: line.log(f"{time.perf_counter() - began:6.1f} s  {text}"), progress.weights)
+    manifest = export_bundle(args.target, args.drafter, args.output, options, progress)
+    seconds = time.perf_counter() - began
+    report, failed = None, False
+    if args.verify:
+        line.show("verifying against torch")
+        from dspark.export.verify import verify_bundle  # noqa: PLC0415
+
+        report = verify_bundle(args.output, args.target, args.drafter)
+        failed = any(not row.passed for row in report)
+    line.clear()
+    if args.json:
+        summary = {"output": str(args.output), "seconds": round(seconds, 2), "manifest": json.loads(manifest.to_json())}
+        if report is not None:
+            summary["verify"] = [vars(row) | {"passed": row.passed} for row in report]
+        print(json.dumps(summary, indent=2))
+    elif not args.quiet:
+        print(_summary(args.output, manifest, seconds))
+        for row in report or ():
+            print(row)
+    return 1 if failed else 0
+
+
+def _summary(output: Path, manifest: Manifest, seconds: float) -> str:
+    written = sum(record.size for record in manifest.files.values())
+    place = f"by reference from {manifest.weights.root}" if manifest.weights.root else "in the bundle"
+    return (
+        f"{output}: {manifest.dtype}, {manifest.num_speculative_tokens} proposals a round, window {manifest.window}, "
+        f"weights {place}; {written / 1e6:.1f} MB written in {seconds:.1f} s"
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dspark-export", description="Export a Qwen3 target and its DSpark drafter to a bundle of ONNX graphs."
+    )
+    parser.add_argument("target", type=Path, help="Hugging Face directory of the Qwen3 target")
+    parser.add_argument("drafter", type=Path, help="directory of its DSpark drafter")
+    parser.add_argument("output", type=Path, help="bundle directory to write")
+    models = parser.add_argument_group("model")
+    models.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="dtype of the graphs (default auto: fp32, for the CPU)")
+    models.add_argument(
+        "--num-speculative-tokens", type=int, metavar="N", help="proposals a round, 1..block (default: the drafter's block)"
+    )
+    models.add_argument(
+        "--ctx-window", type=_window, default=2048, metavar="W|full", help="newest positions the drafter sees (default 2048)"
+    )
+    models.add_argument("--mask-token-id", type=int, metavar="ID", help="mask token (default: from the drafter's config.json)")
+    models.add_argument("--debug-outputs", action="store_true", help="add hidden states and corrected logits of the block as outputs")
+    limits = parser.add_argument_group("limits")
+    limits.add_argument("--max-batch-size", type=int, default=8, metavar="B", help="most requests at once (default 8)")
+    limits.add_argument(
+        "--max-seq-len", type=int, metavar="S", help="most tokens of prompt and output (default: the target's position limit)"
+    )
+    limits.add_argument("--max-chunk", type=int, default=512, metavar="N", help="most prompt tokens in one step (default 512)")
+    files = parser.add_argument_group("files")
+    files.add_argument("--copy-weights", action="store_true", help="copy weights into the bundle instead of referring to the checkpoints")
+    files.add_argument("--check-finite", action="store_true", help="read all weights and refuse infinities and NaN")
+    files.add_argument("--opset", type=int, default=24, help="ONNX opset, 24 or 25 (default 24)")
+    files.add_argument("--overwrite", action="store_true", help="replace a bundle that is already at OUTPUT")
+    output = parser.add_argument_group("output")
+    output.add_argument("--verify", action="store_true", help="compare the bundle with torch on random input; exit 1 on a difference")
+    output.add_argument("--json", action="store_true", help="print a machine-readable summary")
+    output.add_argument("-q", "--quiet", action="store_true", help="print errors only")
+    output.add_argument("-v", "--verbose", action="store_true", help="print each step with its time")
+    return parser
+
+
+def _window(text: str) -> int | str:
+    return text if text == "full" else int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""The DSpark drafter in torch: write context rows into the rings, run one block, walk the heads.
+
+Parameter names are those of Qwen3DSparkModel. Split in stages like the target, so that one layer is traced. The context stream has
+no depth: one projected row per position feeds every layer. B batch rows, N new context rows, T block rows, K proposals,
+R ring capacity, m tapped layers, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from dspark.export.heads import ConfidenceHead, MarkovHead, greedy_step
+from dspark.export.layers import DecoderLayer, Linear, RMSNorm, RotaryPositions
+from dspark.export.ops import block_attention, ring_write
+from dspark.runtime.config import DrafterConfig
+
+T = TypeVar("T")
+
+
+class DrafterLayer(DecoderLayer):
+    """A Qwen3 layer whose block attends to the ring and, both ways, to itself."""
+
+    def __init__(self, config: DrafterConfig, window: int) -> None:
+        super().__init__(config)
+        self.window = window
+
+    def write_context(
+        self, key_ring: Tensor, value_ring: Tensor, context: Tensor, start: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the rings with the rows of `context [B,N,H]` written; these rows skip `input_layernorm`."""
+        rows, attention = context.flatten(0, 1), self.self_attn
+        key_ring = ring_write(key_ring, attention.key(rows, cos, sin), start)
+        return key_ring, ring_write(value_ring, attention.value(rows, cos), start)
+
+    def draft(
+        self, key_ring: Tensor, value_ring: Tensor, x: Tensor, total: Tensor, first: Tensor, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        """Return the layer's output `[B,T,H]` for the block rows `x`."""
+        rows, attention = self.normed_rows(x), self.self_attn
+        query, key, value = attention.query(rows, cos, sin), attention.key(rows, cos, sin), attention.value(rows, cos)
+        attended = block_attention(
+            query, key_ring, value_ring, key, value, total, first, scale=attention.scale, window=self.window
+        )
+        return self.add_output(x, attended)
+
+
+class Drafter(nn.Module):
+    """Qwen3DSparkModel that serves the first K proposals of its block; the backbone always runs all T rows."""
+
+    def __init__(self, config: DrafterConfig, num_speculative_tokens: int, window: int, *, debug_outputs: bool = False) -> None:
+        super().__init__()
+        self.config, self.k, self.debug_outputs = config, num_speculative_tokens, debug_outputs
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.fc = Linear(config.taps_width, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(DrafterLayer(config, window) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.markov_head = MarkovHead(config) if config.markov_rank else None
+        self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
+        self.rotary = RotaryPositions(config.head_dim, config.rope_theta)
+        self.has_state = config.markov_head_type == "rnn"
+
+    def project_context(self, taps: Tensor, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the context rows `[B,N,H]` of `taps [B,N,m*H]` and the angles of their positions.
+
+        `fc` runs in float32: first-token taps of Qwen3-8B exceed 2e4 and their products overflow float16.
+        """
+        context = self.hidden_norm(self.fc(taps.flatten(0, 1), torch.float32)).to(taps.dtype)
+        context = context.view(*taps.shape[:2], -1)
+        positions = start[:, None] + torch.arange(taps.shape[1], device=taps.device)
+        return (context, *self.rotary(positions, taps.dtype))
+
+    def embed_block(self, anchor: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the block rows `[B,T,H]` (the anchor, then mask tokens) and the angles of positions total..total+T-1."""
+        rows = torch.arange(self.config.block_size, device=anchor.device)
+        x = self.embed_tokens(torch.where(rows == 0, anchor[:, None], self.config.mask_token_id))
+        return (x, *self.rotary(total[:, None] + rows, x.dtype))
+
+    def rows(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the block after the final norm `[B,T,H]`, K rows of base logits `[B,V]`, K hidden rows `[B,H]` and the first state."""
+        hidden = self.norm(x)
+        served = hidden[:, : self.k]
+        base = self.lm_head(served.flatten(0, 1)).float().unflatten(0, (-1, self.k))
+        state = (x.new_zeros(x.shape[0], self.config.markov_rank),) if self.has_state else ()
+        return (hidden, *base.unbind(1), *served.unbind(1), *state)
+
+    def step(self, base: Tensor, hidden: Tensor, previous: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
+        """Choose the token of one row; see `greedy_step`."""
+        return greedy_step(self.markov_head, self.confidence_head, base, hidden, previous, *state)
+
+    def collect(self, anchor: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
+        """Join the K tokens, then (with debug outputs) the K corrected logits, then the K confidences, in the signature's order."""
+        groups = [parts[i : i + self.k] for i in range(0, len(parts), self.k)]
+        tokens = torch.stack([anchor, *groups.pop(0)], 1)
+        logits = (torch.stack(groups.pop(0), 1),) if self.debug_outputs else ()
+        confidence = tuple(torch.cat(group, 1) for group in groups)
+        return (tokens, *confidence, *logits)
+
+    def heads(self, x: Tensor, anchor: Tensor) -> tuple[Tensor, ...]:
+        """Walk the block and return the outputs of the graph `draft` other than the rings, in the order of its signature."""
+        hidden, *rows = self.rows(x)
+        state, steps, previous = rows[2 * self.k :], [], anchor
+        for k in range(self.k):
+            previous, *outputs = self.step(rows[k], rows[self.k + k], previous, *state)
+            state = outputs[-1:] if self.has_state else []
+            steps.append((previous, *outputs))
+        return self.joined(self.collect(anchor, *self.parts(steps)), hidden)
+
+    def parts(self, steps: list[tuple[T, ...]]) -> list[T]:
+        """Return what `collect` joins, from the outputs of K steps: (token, logits, confidence?, state?)."""
+        tokens, logits, *rest = zip(*steps, strict=True)
+        confidence = rest[0] if self.config.enable_confidence_head else ()
+        return [*tokens, *(logits if self.debug_outputs else ()), *confidence]
+
+    def joined(self, collected: Sequence[T], hidden: T) -> tuple[T, ...]:
+        """Return the outputs in the order of the signature: the block's hidden rows come before its logits."""
+        return (*collected[:-1], hidden, collected[-1]) if self.debug_outputs else tuple(collected)
+
+    def context(self, taps: Tensor, start: Tensor, rings: list[Tensor]) -> list[Tensor]:
+        """Return the rings (key and value of each layer in turn) with the projected taps written at positions start + i."""
+        context, cos, sin = self.project_context(taps, start)
+        updated: list[Tensor] = []
+        for i, layer in enumerate(self.layers):
+            updated += layer.write_context(rings[2 * i], rings[2 * i + 1], context, start, cos, sin)
+        return updated
+
+    def forward(
+        self, taps: Tensor, start: Tensor, total: Tensor, first: Tensor, anchor: Tensor, rings: list[Tensor]
+    ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        """Run one draft step: write the new context rows, then draft a block behind `total` committed positions."""
+        rings = self.context(taps, start, rings)
+        x, cos, sin = self.embed_block(anchor, total)
+        for i, layer in enumerate(self.layers):
+            x = layer.draft(rings[2 * i], rings[2 * i + 1], x, total, first, cos, sin)
+        return self.heads(x, anchor), rings

@@ -1,0 +1,67 @@
+"""Write a bundle directory atomically: everything goes to a temporary sibling, is flushed to disk, then renamed.
+
+Knows files. Does not know graphs or models.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dspark.runtime.bundle import MANIFEST, FileRecord, record_file
+from dspark.runtime.errors import ExportError
+
+
+def check_output(output: Path, *, overwrite: bool) -> None:
+    """Raise ExportError if `output` cannot become a bundle: it exists and is no empty directory (nor, to overwrite, a bundle)."""
+    if output.is_symlink() or (output.exists() and not output.is_dir()):
+        raise ExportError(f"{output} exists and is no directory: choose another output")
+    if not output.exists() or not any(output.iterdir()):
+        return
+    if not (output / MANIFEST).exists():
+        raise ExportError(f"{output} is not empty and is no bundle: choose another output")
+    if not overwrite:
+        raise ExportError(f"{output} already holds a bundle: choose another output, or pass --overwrite")
+
+
+@contextmanager
+def atomic_directory(output: Path, *, overwrite: bool) -> Iterator[Path]:
+    """Yield a temporary directory that becomes `output` if the block ends without an exception, and vanishes if not."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+    try:
+        scratch.chmod(0o755)
+        yield scratch
+        for path in sorted(scratch.rglob("*")):
+            _sync(path)
+        _sync(scratch)
+        check_output(output, overwrite=overwrite)
+        if output.exists():
+            # Two renames: for a moment there is no bundle at `output`, never half of one.
+            retired = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+            output.rename(retired / "old")
+            scratch.rename(output)
+            shutil.rmtree(retired)
+        else:
+            scratch.rename(output)
+        _sync(output.parent)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def record_files(directory: Path) -> dict[str, FileRecord]:
+    """Return the record of every file below a directory by relative path, in order."""
+    paths = sorted(path for path in directory.rglob("*") if path.is_file())
+    return {path.relative_to(directory).as_posix(): record_file(path) for path in paths}
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

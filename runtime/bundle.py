@@ -1,0 +1,280 @@
+"""The bundle format: its manifest, and reading a bundle with every check before anything is loaded.
+
+Owns the format: the exporter writes through the classes below. Knows files and numbers. Does not know how a graph is run.
+All faults of a manifest or of the files are reported in one error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import types
+import typing
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from dspark.plugins.contract import VERSION as OPS_CONTRACT
+from dspark.runtime.config import DrafterConfig, TargetConfig
+from dspark.runtime.errors import BundleError, numbered
+from dspark.runtime.graphs import GRAPHS, cache_capacity, ring_capacity
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+WEIGHTS = "weights/model.safetensors"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+DTYPES = ("fp32", "fp16", "bf16")
+
+_HASHED_AT_LOAD = 64 << 20
+"""Files of the bundle above this size are checked by size, header and samples when loading; `dspark inspect --hash` reads them whole."""
+_SAMPLE = 1 << 16
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Identity of a large file without reading it whole: size, sha256 of its first and last and three inner 64 KiB."""
+
+    size: int
+    sample_sha256: str
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file of the bundle: its fingerprint and the sha256 of all of it."""
+
+    size: int
+    sample_sha256: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class CheckpointRecord:
+    """A checkpoint a bundle was made from: sha256 of its config.json, fingerprint of each weight file by file name."""
+
+    config_sha256: str
+    files: dict[str, Fingerprint]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Where initializers lie: in the bundle (`root` null), or in files below `root`, each with its fingerprint."""
+
+    root: str | None
+    files: dict[str, Fingerprint]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Largest batch, sequence (tokens of prompt and output) and prefill chunk."""
+
+    max_batch_size: int
+    max_seq_len: int
+    max_chunk: int
+
+
+@dataclass(frozen=True)
+class Conventions:
+    """What the numbers mean, spelled out for readers of the file and for other tools."""
+
+    proposals: int
+    verify_width: int
+    positions: str = "absolute, 0-based; the anchor of a draft is at position `total`"
+    taps: str = "outputs of these target layers, in this order, not normed; -1 is the embedding's output"
+    first_row: str = "row 0 of the block, the anchor's own row, is the first prediction"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything a runtime must know of a bundle besides its graphs and weights."""
+
+    format_version: int
+    dspark_version: str
+    ops_contract: int
+    opset: int
+    dtype: str
+    target: TargetConfig
+    drafter: DrafterConfig
+    num_speculative_tokens: int
+    window: int
+    ring_capacity: int
+    cache_capacity: int
+    limits: Limits
+    conventions: Conventions
+    debug_outputs: bool
+    weights: Weights
+    checkpoints: dict[str, CheckpointRecord]
+    files: dict[str, FileRecord]
+
+    def to_json(self) -> str:
+        """Return the manifest as it is written; equal manifests give equal bytes."""
+        return json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True) + "\n"
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A bundle directory that passed every check."""
+
+    directory: Path
+    manifest: Manifest
+
+    def graph_path(self, graph: str) -> Path:
+        """Path of a graph's ONNX file."""
+        return self.directory / f"{graph}.onnx"
+
+
+def load_bundle(directory: Path | str) -> Bundle:
+    """Read and check a bundle. Raises BundleError with every fault found at the first stage that has any."""
+    directory = Path(directory)
+    path = directory / MANIFEST
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise BundleError(f"{path} does not exist: expected a bundle directory made by dspark-export") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise BundleError(f"{path} is not JSON ({error}): export the bundle again") from None
+    manifest = _manifest_from_json(raw, path)
+    _raise(directory, _value_faults(manifest))
+    _raise(directory, [*_file_faults(directory, manifest), *_reference_faults(manifest)])
+    return Bundle(directory, manifest)
+
+
+def fingerprint(path: Path) -> Fingerprint:
+    """Return the fingerprint of a file: five reads, whatever its size."""
+    size = path.stat().st_size
+    digest = hashlib.sha256()
+    with path.open("rb") as handle:
+        for part in range(5):
+            handle.seek(max(0, size - _SAMPLE) * part // 4)
+            digest.update(handle.read(_SAMPLE))
+    return Fingerprint(size, digest.hexdigest())
+
+
+def file_sha256(path: Path) -> str:
+    """Return the sha256 of a whole file."""
+    with path.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def record_file(path: Path) -> FileRecord:
+    """Return what the manifest keeps of a file of the bundle."""
+    quick = fingerprint(path)
+    return FileRecord(quick.size, quick.sample_sha256, file_sha256(path))
+
+
+def full_hash_faults(bundle: Bundle) -> list[str]:
+    """Hash every file of the bundle whole and return what differs."""
+    records = bundle.manifest.files.items()
+    return [f"{name} has changed" for name, record in records if file_sha256(bundle.directory / name) != record.sha256]
+
+
+def _raise(directory: Path, faults: list[str]) -> None:
+    if faults:
+        raise BundleError(f"{directory} is not a usable bundle:{numbered(faults)}")
+
+
+def _manifest_from_json(raw: Any, path: Path) -> Manifest:
+    version = raw.get("format_version") if isinstance(raw, dict) else None
+    if version != FORMAT_VERSION:
+        raise BundleError(f"{path} has format version {version!r}, this dspark reads {FORMAT_VERSION}: export the bundle again")
+    faults: list[str] = []
+    manifest = _parse(Manifest, raw, "manifest", faults)
+    if faults:
+        raise BundleError(f"{path} does not hold what a manifest must:{numbered(faults)}")
+    assert isinstance(manifest, Manifest)
+    return manifest
+
+
+def _parse(kind: Any, value: Any, where: str, faults: list[str]) -> Any:
+    """Build `kind` (a dataclass, a container of such, or a plain type) from JSON, noting each mismatch."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        return _parse_dataclass(typing.cast(type, kind), value, where, faults)
+    if origin is dict and isinstance(value, dict):
+        return {key: _parse(arguments[1], item, f"{where}.{key}", faults) for key, item in value.items()}
+    if origin is tuple and isinstance(value, list):
+        return tuple(_parse(arguments[0], item, f"{where}[{i}]", faults) for i, item in enumerate(value))
+    if origin is types.UnionType and value is None:
+        return None
+    plain = arguments[0] if origin is types.UnionType else kind
+    if plain is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(plain, type) or type(value) is not plain:
+        faults.append(f"{where} is {value!r:.80}, expected {getattr(plain, '__name__', plain)}")
+    return value
+
+
+def _parse_dataclass(kind: type, value: Any, where: str, faults: list[str]) -> Any:
+    if not isinstance(value, dict):
+        faults.append(f"{where} is {value!r:.80}, expected an object")
+        return None
+    declared = typing.get_type_hints(kind)
+    faults += [f"{where}.{key} is missing" for key in sorted(declared.keys() - value.keys())]
+    faults += [f"{where}.{key} is unknown" for key in sorted(value.keys() - declared.keys())]
+    parsed = {key: _parse(declared[key], value[key], f"{where}.{key}", faults) for key in declared if key in value}
+    return None if declared.keys() - value.keys() else kind(**parsed)
+
+
+def _value_faults(m: Manifest) -> list[str]:
+    k, block = m.num_speculative_tokens, m.drafter.block_size
+    longest = min(m.window, m.limits.max_seq_len)
+    checks = [
+        (m.ops_contract == OPS_CONTRACT, f"ops_contract is {m.ops_contract}, this dspark has {OPS_CONTRACT}: export again"),
+        (m.dtype in DTYPES, f"dtype is {m.dtype!r}, expected one of {', '.join(DTYPES)}"),
+        (1 <= k <= block, f"num_speculative_tokens is {k}, expected 1..{block} (the block)"),
+        (
+            (m.conventions.proposals, m.conventions.verify_width) == (k, k + 1),
+            f"conventions say {m.conventions.proposals} proposals and verify width {m.conventions.verify_width}; "
+            f"num_speculative_tokens {k} means {k} and {k + 1}",
+        ),
+        (m.window >= block + 2, f"window is {m.window}, expected at least {block + 2} (block + 2)"),
+        (m.ring_capacity == ring_capacity(longest, k), f"ring_capacity is {m.ring_capacity}, expected {ring_capacity(longest, k)}"),
+        (
+            m.cache_capacity == cache_capacity(m.limits.max_seq_len, k),
+            f"cache_capacity is {m.cache_capacity}, expected {cache_capacity(m.limits.max_seq_len, k)}",
+        ),
+        (min(dataclasses.astuple(m.limits)) >= 1, f"limits are {m.limits}, expected at least 1 each"),
+        (0 <= m.drafter.mask_token_id < m.drafter.vocab_size, f"mask_token_id {m.drafter.mask_token_id} is outside the vocabulary"),
+        (m.target.vocab_size == m.drafter.vocab_size, "the vocabularies of target and drafter differ"),
+    ]
+    faults = [fault for holds, fault in checks if not holds]
+    faults += [f"files lacks {g}.onnx" for g in GRAPHS if f"{g}.onnx" not in m.files]
+    inside = [*m.files, *m.weights.files]
+    faults += [f"path {name!r} leaves its folder" for name in inside if not _is_inside(name)]
+    return faults
+
+
+def _is_inside(name: str) -> bool:
+    path = PurePosixPath(name)
+    return bool(name) and not path.is_absolute() and ".." not in path.parts and "\\" not in name
+
+
+def _file_faults(directory: Path, manifest: Manifest) -> list[str]:
+    faults = []
+    for name, record in manifest.files.items():
+        path = directory / name
+        if not path.is_file():
+            faults.append(f"{name} is missing")
+        elif path.is_symlink() or not path.resolve().is_relative_to(directory.resolve()):
+            faults.append(f"{name} is a link out of the bundle")
+        elif (size := path.stat().st_size) != record.size:
+            faults.append(f"{name} has {size} bytes, expected {record.size}")
+        elif record.size > _HASHED_AT_LOAD:
+            if fingerprint(path).sample_sha256 != record.sample_sha256:
+                faults.append(f"{name} has changed: export the bundle again")
+        elif file_sha256(path) != record.sha256:
+            faults.append(f"{name} has changed: export the bundle again")
+    return faults
+
+
+def _reference_faults(manifest: Manifest) -> list[str]:
+    if manifest.weights.root is None:
+        return []
+    faults = []
+    for name, expected in manifest.weights.files.items():
+        path = Path(manifest.weights.root) / name
+        if not path.is_file():
+            faults.append(f"checkpoint file {path} is missing: put it back, or export again with --copy-weights")
+        elif fingerprint(path) != expected:
+            faults.append(f"checkpoint file {path} is not the one the bundle was exported from: export again")
+    return faults
