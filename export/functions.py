@@ -1,7 +1,7 @@
 """Function bodies of dspark's operators in standard ONNX: what every engine without a plugin runs.
 
 Written in ONNX's textual syntax (https://onnx.ai/onnx/repo-docs/Syntax.html). The bodies never repeat keys or values for grouped
-queries: the queries of one key/value head are stacked instead. Shape letters as in plugins.contract; g = Hq / G.
+queries: the queries of one key/value head are stacked instead. Shape letters as in plugins.contract.
 """
 
 from __future__ import annotations
@@ -21,19 +21,15 @@ RingWrite (ring, rows, start) => (updated)
 # are joined, and only scores are joined, never keys or values.
 _BLOCK_ATTENTION = """
 <domain: "dspark", opset_import: ["" : OPSET]>
-BlockAttention <scale, window> (query, ring_key, ring_value, block_key, block_value, total, first) => (attended)
+BlockAttention <scale, window, heads, kv_heads, head_dim> (query, ring_key, ring_value, block_key, block_value, total, first) => (attended)
 {
     zero = Constant <value_ints = [0]> ()
     one = Constant <value_ints = [1]> ()
-    last = Constant <value_ints = [-1]> ()
     rows_axes = Constant <value_ints = [1, 2]> ()
-    batch = Shape <start = 0, end = 1> (ring_key)
-    kv_heads = Shape <start = 1, end = 2> (ring_key)
+HEADS
     capacity = Shape <start = 2, end = 3> (ring_key)
-    head_dim = Shape <start = 3, end = 4> (ring_key)
     block_rows = Shape <start = 2, end = 3> (block_key)
 
-    stacked_shape = Concat <axis = 0> (batch, kv_heads, last, head_dim)
     stacked = Reshape (query, stacked_shape)
 
     total_column = Unsqueeze (total, one)
@@ -72,56 +68,45 @@ BlockAttention <scale, window> (query, ring_key, ring_value, block_key, block_va
     from_ring = MatMul (ring_weights, ring_value)
     from_block = MatMul (block_weights, block_value)
     mixed = Add (from_ring, from_block)
-    query_shape = Shape (query)
-    attended = Reshape (mixed, query_shape)
+    attended = Reshape (mixed, attended_shape)
 }
 """
 
 _CACHED_ATTENTION = """
 <domain: "dspark", opset_import: ["" : OPSET]>
-CachedAttention <scale> (query, key_cache, value_cache, start) => (attended)
+CachedAttention <scale, heads, kv_heads, head_dim> (query, key_cache, value_cache, start, visible) => (attended)
 {
-    zero = Constant <value_ints = [0]> ()
-    one = Constant <value_ints = [1]> ()
-    last = Constant <value_ints = [-1]> ()
-    batch = Shape <start = 0, end = 1> (key_cache)
-    kv_heads = Shape <start = 1, end = 2> (key_cache)
-    capacity = Shape <start = 2, end = 3> (key_cache)
-    head_dim = Shape <start = 3, end = 4> (key_cache)
-    new_rows = Shape <start = 2, end = 3> (query)
-
-    stacked_shape = Concat <axis = 0> (batch, kv_heads, last, head_dim)
+HEADS
     stacked = Reshape (query, stacked_shape)
-
-    zero_scalar = Constant <value_int = 0> ()
-    one_scalar = Constant <value_int = 1> ()
-    capacity_scalar = Squeeze (capacity)
-    slots = Range (zero_scalar, capacity_scalar, one_scalar)
-    new_rows_scalar = Squeeze (new_rows)
-    row_range = Range (zero_scalar, new_rows_scalar, one_scalar)
-    start_column = Unsqueeze (start, one)
-    rows = Add (start_column, row_range)
-    rows_axes = Constant <value_ints = [1, 2, 4]> ()
-    row_positions = Unsqueeze (rows, rows_axes)
-    visible = LessOrEqual (slots, row_positions)
 
     factor = Constant <value_float : float = @scale> ()
     key_t = Transpose <perm = [0, 1, 3, 2]> (key_cache)
     product = MatMul (stacked, key_t)
     product_f = Cast <to = 1> (product)
     scaled = Mul (product_f, factor)
-    by_head_shape = Concat <axis = 0> (batch, kv_heads, last, new_rows, capacity)
-    by_head = Reshape (scaled, by_head_shape)
     hidden_score = Constant <value_float = -inf> ()
-    scores = Where (visible, by_head, hidden_score)
+    scores = Where (visible, scaled, hidden_score)
     weights_f = Softmax <axis = -1> (scores)
     weights = CastLike (weights_f, query)
-    weights_shape = Concat <axis = 0> (batch, kv_heads, last, capacity)
-    stacked_weights = Reshape (weights, weights_shape)
-    mixed = MatMul (stacked_weights, value_cache)
-    query_shape = Shape (query)
-    attended = Reshape (mixed, query_shape)
+    mixed = MatMul (weights, value_cache)
+    attended = Reshape (mixed, attended_shape)
 }
+"""
+
+
+# Reshape targets copy the batch (0) and infer the rows (-1); with the head counts as attributes they fold to constants.
+_HEADS = """
+    flat = Constant <value_ints = [0]> ()
+    same = Constant <value_ints = [0]> ()
+    rest = Constant <value_ints = [-1]> ()
+    heads_scalar = Constant <value_int : int = @heads> ()
+    heads_size = Unsqueeze (heads_scalar, flat)
+    kv_heads_scalar = Constant <value_int : int = @kv_heads> ()
+    kv_heads_size = Unsqueeze (kv_heads_scalar, flat)
+    head_dim_scalar = Constant <value_int : int = @head_dim> ()
+    head_dim_size = Unsqueeze (head_dim_scalar, flat)
+    stacked_shape = Concat <axis = 0> (same, kv_heads_size, rest, head_dim_size)
+    attended_shape = Concat <axis = 0> (same, heads_size, rest, head_dim_size)
 """
 
 
@@ -129,6 +114,6 @@ def operator_functions(opset: int) -> dict[str, onnx.FunctionProto]:
     """Return the function body of each operator by name, for ONNX opset `opset` (24 or later: TensorScatter)."""
     functions = {}
     for text in (_RING_WRITE, _BLOCK_ATTENTION, _CACHED_ATTENTION):
-        function = onnx.parser.parse_function(text.replace("OPSET", str(opset)))
+        function = onnx.parser.parse_function(text.replace("OPSET", str(opset)).replace("HEADS", _HEADS))
         functions[function.name] = function
     return functions

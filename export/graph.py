@@ -38,6 +38,7 @@ _TORCH_DTYPES = {
     "bf16": torch.bfloat16,
     "float32": torch.float32,
     "int64": torch.int64,
+    "bool": torch.bool,
 }
 _IR_DTYPES = {
     "fp32": ir.DataType.FLOAT,
@@ -45,6 +46,7 @@ _IR_DTYPES = {
     "bf16": ir.DataType.BFLOAT16,
     "float32": ir.DataType.FLOAT,
     "int64": ir.DataType.INT64,
+    "bool": ir.DataType.BOOL,
 }
 
 _STAGES = "stage"
@@ -53,7 +55,7 @@ _IR_VERSION = 11
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 # Any sizes above 1 do: they only have to be distinct from each other and from no model dimension.
-_EXAMPLE_SIZES = {"B": 2, "N": 3, "M": 2, "R": 48, "S": 80}
+_EXAMPLE_SIZES = {"B": 2, "N": 3, "M": 2, "R": 48, "S": 80, "Q": 7}
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,7 @@ class Tracer:
             _drop_suffixes(value)
         traced = ir.Model(graph, ir_version=_IR_VERSION)
         onnxscript.optimizer.optimize_ir(traced)
+        _read_sizes_from_last_input(graph, len(inputs))
         _initializers_to_constants(graph)
         ClearMetadataAndDocStringPass()(traced)
         function = ir.Function(domain=_STAGES, name=plan.name, graph=graph, attributes=[])
@@ -211,6 +214,27 @@ def _initializers_to_constants(graph: ir.Graph) -> None:
         graph.insert_before(graph[0], constant)
         ir.convenience.replace_all_uses_with(value, constant.outputs[0])
         del graph.initializers[value.name]
+
+
+def _read_sizes_from_last_input(graph: ir.Graph, inputs: int) -> None:
+    """Let each run-time size be read from the last of the stage's own inputs that has it, whatever tensor the exporter read it from."""
+    sources = {
+        dim.value: (value, axis)
+        for value in graph.inputs[:inputs]
+        for axis, dim in enumerate(value.shape or ())
+        if isinstance(dim, ir.SymbolicDim)
+    }
+    for node in graph:
+        if node.op_type != "Shape" or node.inputs[0] is None or node.inputs[0].shape is None:
+            continue
+        start, end = (node.attributes[name].as_int() if name in node.attributes else None for name in ("start", "end"))
+        if start is None or end != start + 1:
+            continue
+        dim = node.inputs[0].shape[start]
+        if isinstance(dim, ir.SymbolicDim) and dim.value in sources:
+            value, axis = sources[dim.value]
+            node.replace_input_with(0, value)
+            node.attributes["start"], node.attributes["end"] = ir.AttrInt64("start", axis), ir.AttrInt64("end", axis + 1)
 
 
 def _drop_suffixes(value: ir.Value) -> None:

@@ -81,8 +81,8 @@ def _states(kind: str, config: TransformerConfig, capacity: str) -> list[TensorS
     return [_rows(f"{part}_{kind}", "B", config.num_key_value_heads, capacity, config.head_dim) for part in ("key", "value")]
 
 
-# In a layer's stage the angles come last: the exporter reads a size from the last input that has it, and the state must have no
-# reader but its write, while the angles are shared by all layers, so that an engine computes each reshape's target once.
+# In a stage the angles come last: sizes are read from the last input that has them. The angles are shared by all layers, so an engine
+# computes each reshape's target once; the state has no reader but its write.
 
 
 def _plan_drafter(tracer: Tracer, plan: GraphPlan) -> Drafter:
@@ -121,8 +121,13 @@ def _plan_target(tracer: Tracer, plan: GraphPlan) -> None:
     x = _rows("x", "B", "N", config.hidden_size)
     tapped = [replace(x, name=f"tapped_{i}") for i in range(len(plan.drafter.target_layer_ids))]
     tracer.plan("embed", model, model.embed, [inputs["tokens"], inputs["start"]], ["x", "cos", "sin"])
-    rows = [*_states("cache", config, "S"), x, *_per_request("start"), *_angles(config, "N")]
-    tracer.plan("target_layer", model, model.layers[0].forward, rows, ["y", "key_cache_updated", "value_cache_updated"])
+    caches, angles, layer = _states("cache", config, "S"), _angles(config, "N"), model.layers[0]
+    rows = [*caches, x, *_per_request("start"), *angles]
+    tracer.plan("target_write", model, layer.write, rows, ["normed", "key_cache_updated", "value_cache_updated"])
+    tracer.plan("visible", model, model.visible, [caches[0], *_per_request("start"), angles[0]], ["visible"])
+    visible = TensorSpec("visible", "bool", ("B", 1, "Q", "S"))
+    rows = [*caches, x, replace(x, name="normed"), visible, *_per_request("start"), *angles]
+    tracer.plan("target_attend", model, layer.attend, rows, ["y"])
     tracer.plan("head", model, model.head, [x, inputs["logit_rows"], *tapped], ["logits", "taps"])
 
 
@@ -162,7 +167,10 @@ def _join_target(graph: Assembly, stages: dict[str, Stage], plan: GraphPlan) -> 
     outputs, caches = {-1: x}, []
     for i in range(plan.target.num_hidden_layers):
         old = graph[f"key_cache.{i}"], graph[f"value_cache.{i}"]
-        x, *written = graph.call(stages["target_layer"], *old, x, graph["start"], cos, sin, layer=i)
+        normed, *written = graph.call(stages["target_write"], *old, x, graph["start"], cos, sin, layer=i)
+        if i == 0:
+            (visible,) = graph.call(stages["visible"], written[0], graph["start"], cos)
+        (x,) = graph.call(stages["target_attend"], *written, x, normed, visible, graph["start"], cos, sin, layer=i)
         outputs[i] = x
         caches += written
     tapped = [outputs[i] for i in plan.drafter.target_layer_ids]

@@ -81,7 +81,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class AttentionProjections(nn.Module):
     """Query, key, value and output projections of one layer, with the per-head norms of query and key.
 
-    B and N are always read from `cos`, which all layers share, so that engines compute each reshape's target once.
+    B and N are read from `cos`, which all layers share.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -143,14 +143,11 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def normed_rows(self, x: Tensor) -> Tensor:
-        """Return the normed input `[B*N,H]` of the projections for `x [B,N,H]`."""
-        return self.input_layernorm(x).flatten(0, 1)
-
-    def add_output(self, x: Tensor, attended: Tensor) -> Tensor:
+    def add_output(self, x: Tensor, attended: Tensor, cos: Tensor) -> Tensor:
         """Add the attention output, then the MLP's, to the residual stream `x [B,N,H]`."""
         rows = x.flatten(0, 1) + self.self_attn.output(attended)
-        return (rows + self.mlp(self.post_attention_layernorm(rows))).view(x.shape)
+        rows = rows + self.mlp(self.post_attention_layernorm(rows))
+        return rows.view(cos.shape[0], cos.shape[1], -1)
 
 
 def greedy_choice(logits: Tensor) -> Tensor:

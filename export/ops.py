@@ -11,15 +11,17 @@ from torch import Tensor
 
 from dspark.plugins.contract import BLOCK_ATTENTION, CACHED_ATTENTION, PLUGIN_ATTRIBUTES, RING_WRITE, Operator
 
-_ATTRIBUTE_TYPES = {"scale": float, "window": int}
 
-
-def _node(operator: Operator, inputs: tuple[Tensor, ...], like: Tensor, **attributes: float) -> Tensor:
-    typed = {name: _ATTRIBUTE_TYPES[name](attributes[name]) for name in operator.attributes}
+def _node(operator: Operator, inputs: tuple[Tensor, ...], like: Tensor, **attributes: float | int) -> Tensor:
+    assert tuple(attributes) == operator.attributes
     extra = PLUGIN_ATTRIBUTES if operator.plugin else {}
     return torch.onnx.ops.symbolic(
-        operator.qualified_name, inputs, {**typed, **extra}, dtype=like.dtype, shape=like.shape, version=1
+        operator.qualified_name, inputs, {**attributes, **extra}, dtype=like.dtype, shape=like.shape, version=1
     )
+
+
+def _sizes(query: Tensor, keys: Tensor) -> dict[str, int]:
+    return {"heads": int(query.shape[1]), "kv_heads": int(keys.shape[1]), "head_dim": int(query.shape[3])}
 
 
 def ring_write(ring: Tensor, rows: Tensor, start: Tensor) -> Tensor:
@@ -59,7 +61,7 @@ def block_attention(
     """Attend from `query [B,Hq,T,D]` to the visible ring slots and, both ways, to the block; see the contract."""
     if torch.onnx.is_in_onnx_export():
         inputs = (query, ring_key, ring_value, block_key, block_value, total, first)
-        return _node(BLOCK_ATTENTION, inputs, query, scale=scale, window=window)
+        return _node(BLOCK_ATTENTION, inputs, query, scale=scale, window=window, **_sizes(query, ring_key))
     capacity = ring_key.shape[2]
     newest = total[:, None] - 1
     position = newest - torch.remainder(newest - torch.arange(capacity, device=total.device), capacity)
@@ -69,13 +71,15 @@ def block_attention(
     return _masked_attention(query, keys, values, visible[:, None, None], scale)
 
 
-def cached_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, start: Tensor, *, scale: float) -> Tensor:
-    """Attend from row i of `query [B,Hq,N,D]` to cache slots 0..start + i."""
+def cached_attention(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, start: Tensor, visible: Tensor, *, scale: float
+) -> Tensor:
+    """Attend from row i of `query [B,Hq,N,D]` to cache slots 0..start + i, which `visible [B,1,Q,S]` spells out."""
     if torch.onnx.is_in_onnx_export():
-        return _node(CACHED_ATTENTION, (query, key_cache, value_cache, start), query, scale=scale)
-    rows = start[:, None] + torch.arange(query.shape[2], device=start.device)
-    visible = torch.arange(key_cache.shape[2], device=start.device) <= rows[:, :, None]
-    return _masked_attention(query, key_cache, value_cache, visible[:, None], scale)
+        inputs = (query, key_cache, value_cache, start, visible)
+        return _node(CACHED_ATTENTION, inputs, query, scale=scale, **_sizes(query, key_cache))
+    by_row = visible[:, :, : query.shape[2]]  # the rows repeat for each query head of a key/value head
+    return _masked_attention(query, key_cache, value_cache, by_row, scale)
 
 
 def _masked_attention(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float) -> Tensor:

@@ -5,6 +5,7 @@ Knows the signatures and the rule of each operator in words. Does not know how a
 
 B rows of the bound slot range   N new rows          T block rows        R ring capacity   S cache capacity
 G key/value heads                Hq query heads      D head dimension    W window
+Q stacked query rows
 """
 
 from __future__ import annotations
@@ -58,21 +59,26 @@ BLOCK_ATTENTION = Operator(
         "first": "B",
     },
     outputs={"attended": "B,Hq,T,D"},
-    attributes=("scale", "window"),
+    attributes=("scale", "window", "heads", "kv_heads", "head_dim"),
     plugin=True,
 )
 """Softmax over the visible ring slots and all T block rows; no mask inside the block.
 
 Slot c holds position p, the largest p < total with p mod R = c. It is visible iff p >= max(first, total - window, 0).
-The softmax is computed in float32. Query head j reads key/value head j // (Hq / G).
+The softmax is computed in float32. Query head j reads key/value head j // (Hq / G). The attributes `heads`, `kv_heads` and `head_dim`
+repeat Hq, G and D: engines then know them as constants.
 """
 
 CACHED_ATTENTION = Operator(
     name="CachedAttention",
-    inputs={"query": "B,Hq,N,D", "key_cache": "B,G,S,D", "value_cache": "B,G,S,D", "start": "B"},
+    inputs={"query": "B,Hq,N,D", "key_cache": "B,G,S,D", "value_cache": "B,G,S,D", "start": "B", "visible": "B,1,Q,S"},
     outputs={"attended": "B,Hq,N,D"},
-    attributes=("scale",),
+    attributes=("scale", "heads", "kv_heads", "head_dim"),
 )
-"""Row i attends to the cache slots 0..start + i. The softmax is computed in float32. No plugin: backends lower it."""
+"""Row i attends to the cache slots 0..start + i. The softmax is computed in float32. No plugin: backends lower it.
+
+`visible` says the same as `start`, spelled out for the Q = (Hq / G) x N stacked query rows of a key/value head (row i of each of its
+query heads in turn): engines that want a mask compute it once for all layers, engines that count lengths leave it out.
+"""
 
 OPERATORS = (RING_WRITE, BLOCK_ATTENTION, CACHED_ATTENTION)
