@@ -1,0 +1,239 @@
+"""The drafter of a bundle, driven by requests and absolute positions: write context rows, propose a block.
+
+Per request it keeps numbers only: `total` (positions whose context rows are complete, the next anchor's position) and `first` (the
+first seeded position; rows before it were never seen and stay invisible). Knows slots and rings; not the target, not sampling.
+B rows of the bound slot range, N new rows, K proposals, m tapped layers, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from dspark.runtime.engine import Array, Engine, Tensor
+from dspark.runtime.errors import RequestError
+from dspark.runtime.graphs import CONTEXT, DRAFT, MODEL_DTYPE
+from dspark.runtime.state import BoundStep, Rows, Slots, State, View
+
+
+@dataclass(frozen=True)
+class Proposals:
+    """What a draft gave, for the rows of `view`; valid until the next call with the same batch."""
+
+    view: View
+    verify_tokens: Tensor
+    """`[B,K+1]`: the anchor, then the proposals."""
+    confidence_logits: Tensor | None
+    """`[B,K]`: logit that a proposal is accepted given that all before it were."""
+    debug: dict[str, Tensor]
+
+    def tokens(self) -> Array:
+        """Return the proposals of each request, `[requests, K]`."""
+        return self.verify_tokens.read()[list(self.view.rows), 1:]
+
+
+class Drafter:
+    """Context rings and draft steps for the requests in `slots`."""
+
+    def __init__(self, engine: Engine, slots: Slots) -> None:
+        self._engine, self._slots, self._manifest = engine, slots, engine.manifest
+        config = self._manifest.drafter
+        self.rings = State(
+            engine,
+            "ring",
+            layers=config.num_hidden_layers,
+            slots=slots.count,
+            heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            limit=self._manifest.ring_capacity,
+        )
+        self._total = np.zeros(slots.count, np.int64)
+        self._first = np.zeros(slots.count, np.int64)
+        self._drafts: dict[tuple[View, int, int], BoundStep] = {}
+        self._contexts: dict[tuple[View, int], BoundStep] = {}
+
+    def total(self, request: Hashable) -> int:
+        """Return the number of positions written for `request`: its next anchor's position."""
+        return int(self._total[self._slots.slot(request)])
+
+    def release(self, request: Hashable) -> None:
+        """Forget the rows of `request`; its slot's next user sees none of them."""
+        slot = self._slots.slot(request)
+        self._total[slot] = self._first[slot] = 0
+
+    def write_context(self, request: Hashable, taps: ArrayLike, positions: ArrayLike) -> None:
+        """Write the context rows of consecutive absolute positions, as after a prefill chunk.
+
+        `taps [M,m*H]`, `positions [M]`. Positions may begin beyond `total`: what lies between was never seen and stays invisible.
+        Only the newest rows that a window can show are written. Raises RequestError before any write.
+        """
+        slot = self._slots.slot(request)
+        rows, where = self._checked_rows(np.asarray(taps)[None], np.asarray(positions)[None])
+        start, stop = int(where[0, 0]), int(where[0, -1]) + 1
+        self._check_begin(slot, start)
+        if start > self._total[slot] or self._total[slot] == 0:
+            self._first[slot] = start
+        written = max(start, stop - self._manifest.window)
+        chunk = min(self._manifest.limits.max_chunk, self._manifest.ring_capacity)
+        for begin in range(written, stop, chunk):
+            end = min(begin + chunk, stop)
+            self._write(View(slot, 1, (0,)), rows[:, begin - start : end - start], np.array([begin]))
+        self._total[slot] = stop
+
+    def write_context_batched(
+        self, requests: Sequence[Hashable], taps: ArrayLike, positions: ArrayLike, mask: ArrayLike | None = None
+    ) -> None:
+        """Write context rows of several requests: the first rows of each whose `mask` is set.
+
+        `taps [requests,M,m*H]`, `positions [requests,M]` consecutive where valid, `mask [requests,M]` true then false in each row;
+        masked entries may hold anything and leave the visible rows unchanged. Raises RequestError before any write.
+        """
+        view, rows, where = self._slots.view(requests), np.asarray(taps), np.asarray(positions)
+        valid = np.ones(where.shape, bool) if mask is None else np.asarray(mask, bool)
+        if valid.shape != where.shape or (valid[:, 1:] & ~valid[:, :-1]).any():
+            raise RequestError(f"mask {valid.tolist()}: expected the shape of positions, and no valid row behind a masked one")
+        counts = valid.sum(1)
+        where = np.where(valid, where, where[:, :1] + np.arange(where.shape[1]))
+        rows, where = self._checked_rows(rows, where)
+        if len(rows) != len(requests):
+            raise RequestError(f"taps of {len(rows)} rows for {len(requests)} requests")
+        slots = [self._slots.slot(request) for request in requests]
+        for slot, begin, count in zip(slots, where[:, 0], counts, strict=True):
+            if count:
+                self._check_begin(slot, int(begin))
+        if rows.shape[1] > self._manifest.num_speculative_tokens + 1:
+            # More junk than the rings have room for: row by row, exactly.
+            for request, own, place, count in zip(requests, rows, where, counts, strict=True):
+                if count:
+                    self.write_context(request, own[:count], place[:count])
+            return
+        starts = self._total[view.lo : view.lo + view.size].copy()
+        batch = np.zeros((view.size, *rows.shape[1:]), rows.dtype)
+        for row, slot, own, begin, count in zip(view.rows, slots, rows, where[:, 0], counts, strict=True):
+            if count:
+                starts[row], batch[row] = begin, own
+                if begin > self._total[slot] or self._total[slot] == 0:
+                    self._first[slot] = begin
+        self._write(view, batch, starts)
+        for slot, begin, count in zip(slots, where[:, 0], counts, strict=True):
+            if count:
+                self._total[slot] = begin + count
+
+    def propose(
+        self,
+        requests: Sequence[Hashable],
+        anchors: Sequence[int],
+        taps: Rows | Array | None = None,
+        counts: Sequence[int | None] | None = None,
+        positions: Sequence[int] | None = None,
+    ) -> Proposals:
+        """Write each request's newly committed rows, then draft a block behind its anchor.
+
+        `taps` are those of the last verification `[B,N,m*H]`, or an array `[requests,N,m*H]`; `counts` says how many of its rows each
+        request committed (1..N, the bonus included), None for a request without new rows, as right after its prefill. `positions`, if
+        given, are the anchors' positions, checked. Raises RequestError before any write.
+        """
+        view = self._slots.view(requests)
+        k = self._manifest.num_speculative_tokens
+        counts = [None] * len(requests) if counts is None else list(counts)
+        self._check_propose(requests, anchors, taps, counts, positions)
+        n = 1 if taps is None else _shape(taps)[1]
+        slots = slice(view.lo, view.lo + view.size)
+        self.rings.reserve(int(self._total[slots].max()) + max(n, k + 1))
+        draft = self._draft(view, n, taps.tensor if isinstance(taps, Rows) and taps.view == view else None)
+        if taps is not None and not (isinstance(taps, Rows) and taps.view == view):
+            draft.tensors["taps"].write(self._taps_by_slot(view, taps, counts))
+        start, anchor = self._total[slots].copy(), np.zeros(view.size, np.int64)
+        total = start.copy()
+        for row, token, count in zip(view.rows, anchors, counts, strict=True):
+            anchor[row], total[row] = token, start[row] + (count or 0)
+        for name, values in (("start", start), ("total", total), ("first", self._first[slots]), ("anchor", anchor)):
+            draft.tensors[name].write(values)
+        draft.run()
+        self._total[slots] = total
+        debug = {name: draft.tensors[name] for name in ("block_hidden", "draft_logits") if name in draft.tensors}
+        return Proposals(view, draft.tensors["verify_tokens"], draft.tensors.get("confidence_logits"), debug)
+
+    def _check_propose(
+        self,
+        requests: Sequence[Hashable],
+        anchors: Sequence[int],
+        taps: Rows | Array | None,
+        counts: Sequence[int | None],
+        positions: Sequence[int] | None,
+    ) -> None:
+        config, most = self._manifest.drafter, self._manifest.num_speculative_tokens + 1
+        if not len(anchors) == len(counts) == len(requests):
+            raise RequestError(f"{len(requests)} requests, {len(anchors)} anchors and {len(counts)} counts: expected one each")
+        if any(not 0 <= token < config.vocab_size for token in anchors):
+            raise RequestError(f"anchors {list(anchors)}: expected token ids in 0..{config.vocab_size - 1}")
+        shape = (0, 0, config.taps_width) if taps is None else _shape(taps)
+        rows = shape[1] if len(shape) == 3 else 0
+        if taps is not None and (len(shape) != 3 or shape[2] != config.taps_width or not 1 <= rows <= most):
+            raise RequestError(f"taps have shape {list(shape)}, expected [requests, 1..{most}, {config.taps_width}]")
+        if isinstance(taps, np.ndarray) and shape[0] != len(requests):
+            raise RequestError(f"taps of {shape[0]} rows for {len(requests)} requests")
+        for request, count in zip(requests, counts, strict=True):
+            if count is not None and not 1 <= count <= rows:
+                raise RequestError(f"request {request!r} committed {count} rows, expected 1..{rows} (the bonus included)")
+        for request, count, position in zip(requests, counts, positions or (), strict=bool(positions)):
+            if position != self.total(request) + (count or 0):
+                raise RequestError(
+                    f"the anchor of request {request!r} is at position {position}, but its context ends at "
+                    f"{self.total(request) + (count or 0)}: write the rows between first"
+                )
+
+    def _checked_rows(self, taps: Array, positions: Array) -> tuple[Array, Array]:
+        width = self._manifest.drafter.taps_width
+        if taps.ndim != 3 or taps.shape[2] != width or taps.shape[:2] != positions.shape or taps.shape[1] < 1:
+            raise RequestError(f"taps {list(taps.shape)} and positions {list(positions.shape)}: expected [.., M, {width}] and [.., M]")
+        if (np.diff(positions, axis=1) != 1).any() or (positions < 0).any():
+            raise RequestError(f"positions {positions.tolist()}: expected consecutive absolute positions from 0")
+        return taps, positions.astype(np.int64)
+
+    def _check_begin(self, slot: int, start: int) -> None:
+        if start < self._total[slot]:
+            raise RequestError(f"positions begin at {start}, but rows up to {self._total[slot] - 1} are written: continue there")
+
+    def _write(self, view: View, rows: Array, starts: Array) -> None:
+        n = rows.shape[1]
+        self.rings.reserve(int(starts.max()) + n)
+        context = self._contexts.get((view, n))
+        if context is None:
+            taps = self._engine.allocate((view.size, n, self._manifest.drafter.taps_width), MODEL_DTYPE)
+            start = self._engine.allocate((view.size,), "int64")
+            context = BoundStep(self._engine, CONTEXT, self.rings, view, {"taps": taps, "start": start})
+            self._contexts = {(view, n): context}  # prefill chunks have many lengths: keep the last
+        context.tensors["taps"].write(rows)
+        context.tensors["start"].write(starts)
+        context.run()
+
+    def _draft(self, view: View, n: int, taps: Tensor | None) -> BoundStep:
+        """Return the step of a slot range for n new rows, bound to `taps` if given, else to a tensor of its own."""
+        key = view, n, id(taps)
+        if key not in self._drafts:
+            signature, shape = self._engine.signatures[DRAFT], (view.size, n, self._manifest.drafter.taps_width)
+            tensors = {"taps": self._engine.allocate(shape, MODEL_DTYPE) if taps is None else taps}
+            tensors |= {name: self._engine.allocate((view.size,), "int64") for name in ("start", "total", "first", "anchor")}
+            for spec in signature.outputs:
+                if spec.name not in signature.aliases:
+                    sizes = tuple(view.size if d == "B" else int(d) for d in spec.shape)
+                    tensors[spec.name] = self._engine.allocate(sizes, spec.dtype)
+            self._drafts[key] = BoundStep(self._engine, DRAFT, self.rings, view, tensors)
+        return self._drafts[key]
+
+    def _taps_by_slot(self, view: View, taps: Rows | Array, counts: Sequence[int | None]) -> Array:
+        """Return taps of another slot range, or of requests in order, as rows of `view`."""
+        values = taps.tensor.read() if isinstance(taps, Rows) else taps
+        batch = np.zeros((view.size, *values.shape[1:]), values.dtype)
+        for i, (row, count) in enumerate(zip(view.rows, counts, strict=True)):
+            if count is not None:
+                batch[row] = values[view.lo + row - taps.view.lo if isinstance(taps, Rows) else i]
+        return batch
+
+
+def _shape(taps: Rows | Array) -> tuple[int, ...]:
+    return taps.tensor.shape if isinstance(taps, Rows) else taps.shape

@@ -1,0 +1,155 @@
+"""Slots and the state tensors that hold one row per slot: rings and key/value caches.
+
+A request holds a slot. Every call of an engine binds a contiguous range of slots, as input and output alike. Tensors start small and
+grow in steps, since CPU kernels work over all of the capacity. Knows numbers and tensors; not what the rows mean.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dspark.runtime.engine import Engine, Tensor
+from dspark.runtime.errors import EngineError, LimitError, RequestError, UnknownRequestError
+from dspark.runtime.graphs import MODEL_DTYPE, round_up_16, state_names
+
+logger = logging.getLogger(__name__)
+
+GROWTH = 256
+"""Rows added when a state tensor is too small."""
+
+
+@dataclass(frozen=True)
+class View:
+    """The slot range lo..lo+size-1 of one call, and the row of each request in it."""
+
+    lo: int
+    size: int
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A tensor with one row per slot of a view."""
+
+    view: View
+    tensor: Tensor
+
+
+class Slots:
+    """Which slot each request holds. Admission takes the lowest free slot."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._slots: dict[Hashable, int] = {}
+
+    def admit(self, request: Hashable) -> int:
+        """Give `request` a slot. Raises RequestError if it has one, LimitError if none is free."""
+        if request in self._slots:
+            raise RequestError(f"request {request!r} already holds slot {self._slots[request]}")
+        free = set(range(self.count)) - set(self._slots.values())
+        if not free:
+            raise LimitError(f"all {self.count} slots are taken: release a request first")
+        self._slots[request] = min(free)
+        return self._slots[request]
+
+    def release(self, request: Hashable) -> None:
+        """Free the slot of `request`."""
+        self.slot(request)
+        del self._slots[request]
+
+    def slot(self, request: Hashable) -> int:
+        """Return the slot of `request`. Raises UnknownRequestError if it was never admitted, or was released."""
+        try:
+            return self._slots[request]
+        except KeyError:
+            raise UnknownRequestError(f"request {request!r} holds no slot: admit it first") from None
+
+    def view(self, requests: Sequence[Hashable]) -> View:
+        """Return the slot range of one call: the slot alone for one request, else the smallest bucket above the highest live slot."""
+        slots = [self.slot(request) for request in requests]
+        if len(set(slots)) != len(slots) or not slots:
+            raise RequestError(f"requests {list(requests)!r}: expected at least one, each once")
+        if len(slots) == 1:
+            return View(slots[0], 1, (0,))
+        highest = max(self._slots.values()) + 1
+        bucket = 1 << (highest - 1).bit_length()
+        return View(0, min(bucket, self.count), tuple(slots))
+
+
+class State:
+    """One tensor `[slots, heads, capacity, head_dim]` per layer and part; `kind` is `ring` or `cache`."""
+
+    def __init__(self, engine: Engine, kind: str, *, layers: int, slots: int, heads: int, head_dim: int, limit: int) -> None:
+        self._engine, self._kind, self._limit = engine, kind, limit
+        self._names = [name for name, _ in state_names(kind, layers)]
+        self._slots, self._heads, self._head_dim = slots, heads, head_dim
+        self.capacity = 0
+        self.generation = 0
+        self._tensors: dict[str, Tensor] = {}
+        self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
+        self.reserve(1)
+
+    def bytes_at(self, capacity: int) -> int:
+        """Return the memory that the tensors take at a capacity."""
+        itemsize = 4 if self._engine.manifest.dtype == "fp32" else 2
+        return len(self._names) * self._slots * self._heads * capacity * self._head_dim * itemsize
+
+    def reserve(self, rows: int) -> None:
+        """Make room for `rows` rows per slot, or for the limit if that is less: rings wrap there. Bindings made before are stale."""
+        if rows <= self.capacity or self.capacity == self._limit:
+            return
+        capacity = min(self._limit, round_up_16(max(rows, self.capacity + GROWTH)))
+        needed, available = self.bytes_at(capacity), _available_memory()
+        if available is not None and needed > available:
+            raise EngineError(
+                f"the {self._kind}s need {needed / 1e9:.2f} GB for {capacity} rows in {self._slots} slots, {available / 1e9:.2f} GB are "
+                "available: use fewer slots or shorter sequences"
+            )
+        logger.info("%ss: %d rows in %d slots, %.1f MB", self._kind, capacity, self._slots, needed / 1e6)
+        shape = (self._slots, self._heads, capacity, self._head_dim)
+        for name in self._names:
+            grown = self._engine.allocate(shape, MODEL_DTYPE)
+            if self.capacity:
+                values = grown.read()
+                values[:, :, : self.capacity] = self._tensors[name].read()
+                grown.write(values)
+            self._tensors[name] = grown
+        self.capacity = capacity
+        self.generation += 1
+        self._views.clear()
+
+    def tensors(self, view: View) -> dict[str, Tensor]:
+        """Return the rows of a slot range by input name."""
+        key = view.lo, view.size
+        if key not in self._views:
+            self._views[key] = {name: tensor.rows(*key) for name, tensor in self._tensors.items()}
+        return self._views[key]
+
+
+class BoundStep:
+    """A graph bound to small tensors of its own and to the state rows of a view; bound again when the state has grown."""
+
+    def __init__(self, engine: Engine, graph: str, state: State, view: View, tensors: Mapping[str, Tensor]) -> None:
+        self._engine, self._graph, self._state, self._view = engine, graph, state, view
+        self.tensors = dict(tensors)
+        self._generation = -1
+
+    def run(self) -> None:
+        """Run the graph."""
+        if self._generation != self._state.generation:
+            self._step = self._engine.bind(self._graph, {**self.tensors, **self._state.tensors(self._view)})
+            self._generation = self._state.generation
+        self._step.run()
+
+
+def _available_memory() -> int | None:
+    """Return the memory that can be had without swapping, or None where the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    fields = dict(line.split(":", 1) for line in lines)
+    return int(fields["MemAvailable"].split()[0]) * 1024

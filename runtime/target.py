@@ -1,0 +1,141 @@
+"""The target: the protocol that decoding needs of it, and the built-in one that runs the exported Qwen3 graph.
+
+Per request the built-in target keeps one number, the committed length; rollback is that number, nothing is copied.
+B rows of the bound slot range, N new rows, M logit rows, V vocabulary rows, m tapped layers, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from dspark.runtime.engine import Array, Engine, Tensor
+from dspark.runtime.errors import LimitError, RequestError
+from dspark.runtime.graphs import MODEL_DTYPE, TARGET
+from dspark.runtime.state import BoundStep, Rows, Slots, State, View
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What the target gave for the rows of a view; valid until its next call with the same batch."""
+
+    logits: Rows
+    """`[B,M,V]` float32; row i judges what follows token i."""
+    taps: Rows
+    """`[B,N,m*H]`: tapped states of the fed tokens."""
+
+
+class Target(Protocol):
+    """What decoding needs of a target."""
+
+    def prefill(self, request: Hashable, tokens: Sequence[int]) -> Verified:
+        """Feed the next chunk of a prompt and commit it; logits are those of its last row (M = 1)."""
+        ...
+
+    def verify(self, requests: Sequence[Hashable], tokens: Rows) -> Verified:
+        """Feed tokens behind each request's committed length, without committing them."""
+        ...
+
+    def commit(self, request: Hashable, rows: int) -> None:
+        """Commit the first `rows` tokens of the last verification."""
+        ...
+
+    def release(self, request: Hashable) -> None:
+        """Forget a request."""
+        ...
+
+
+class Qwen3Target:
+    """The exported target with a key/value cache per slot."""
+
+    def __init__(self, engine: Engine, slots: Slots, max_seq_len: int | None = None) -> None:
+        self._engine, self._slots, self._manifest = engine, slots, engine.manifest
+        config, limits = self._manifest.target, self._manifest.limits
+        self.max_seq_len = limits.max_seq_len if max_seq_len is None else max_seq_len
+        if not 2 <= self.max_seq_len <= limits.max_seq_len:
+            raise LimitError(f"max_seq_len is {self.max_seq_len}, the bundle allows 2..{limits.max_seq_len}")
+        self.caches = State(
+            engine,
+            "cache",
+            layers=config.num_hidden_layers,
+            slots=slots.count,
+            heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            limit=self._manifest.cache_capacity,
+        )
+        self._length = np.zeros(slots.count, np.int64)
+        self._steps: dict[tuple[View, int, int], BoundStep] = {}
+        self._prefills: dict[tuple[View, int], BoundStep] = {}
+
+    def length(self, request: Hashable) -> int:
+        """Return the number of committed tokens of `request`."""
+        return int(self._length[self._slots.slot(request)])
+
+    def release(self, request: Hashable) -> None:
+        """Forget the rows of `request`; its slot's next user sees none of them."""
+        self._length[self._slots.slot(request)] = 0
+
+    def prefill(self, request: Hashable, tokens: Sequence[int]) -> Verified:
+        """Feed at most `max_chunk` tokens behind the committed length and commit them."""
+        slot, n = self._slots.slot(request), len(tokens)
+        if not 1 <= n <= self._manifest.limits.max_chunk:
+            raise LimitError(f"a chunk of {n} tokens, the bundle allows 1..{self._manifest.limits.max_chunk}")
+        if self._length[slot] + n > self.max_seq_len:
+            raise LimitError(f"{self._length[slot] + n} tokens, max_seq_len is {self.max_seq_len}")
+        view = View(slot, 1, (0,))
+        step = self._prefills.get((view, n))
+        if step is None:
+            tokens_tensor = self._engine.allocate((1, n), "int64")
+            step = self._bind(view, n, tokens_tensor, logit_rows=np.array([[n - 1]]))
+            self._prefills = {(view, n): step}  # chunks have many lengths: keep the last
+        step.tensors["tokens"].write(np.asarray(tokens, np.int64)[None])
+        verified = self._run(step, view, n)
+        self._length[slot] += n
+        return verified
+
+    def verify(self, requests: Sequence[Hashable], tokens: Rows) -> Verified:
+        """Feed `tokens [B,N]`, N at most K + 1, behind each request's committed length."""
+        view, n = self._slots.view(requests), tokens.tensor.shape[1]
+        proposals = self._manifest.num_speculative_tokens
+        if n > proposals + 1:
+            raise LimitError(
+                f"{n} rows to verify: this bundle serves {proposals} proposals a round, so at most {proposals + 1} rows (the anchor and the "
+                f"proposals) of a block of {self._manifest.drafter.block_size}"
+            )
+        if tokens.view != view:
+            raise RequestError(f"tokens of slots {tokens.view}, the requests hold {view}")
+        longest = max(self.length(request) for request in requests) + n
+        if longest > self.max_seq_len:
+            raise LimitError(f"{longest} tokens, max_seq_len is {self.max_seq_len}: verify fewer rows")
+        key = view, n, id(tokens.tensor)
+        if key not in self._steps:
+            self._steps[key] = self._bind(view, n, tokens.tensor, logit_rows=np.tile(np.arange(n), (view.size, 1)))
+        return self._run(self._steps[key], view, n)
+
+    def commit(self, request: Hashable, rows: int) -> None:
+        """Commit the first `rows` tokens of the last verification."""
+        self._length[self._slots.slot(request)] += rows
+
+    def _bind(self, view: View, n: int, tokens: Tensor, logit_rows: Array) -> BoundStep:
+        config, allocate = self._manifest.drafter, self._engine.allocate
+        rows = allocate(logit_rows.shape, "int64")
+        rows.write(logit_rows)
+        tensors = {
+            "tokens": tokens,
+            "start": allocate((view.size,), "int64"),
+            "logit_rows": rows,
+            "logits": allocate((*logit_rows.shape, config.vocab_size), "float32"),
+            "taps": allocate((view.size, n, config.taps_width), MODEL_DTYPE),
+        }
+        return BoundStep(self._engine, TARGET, self.caches, view, tensors)
+
+    def _run(self, step: BoundStep, view: View, n: int) -> Verified:
+        # Rows of other requests write junk behind their own end, where their next rows go.
+        start = self._length[view.lo : view.lo + view.size]
+        self.caches.reserve(int(start.max()) + n)
+        step.tensors["start"].write(start)
+        step.run()
+        return Verified(Rows(view, step.tensors["logits"]), Rows(view, step.tensors["taps"]))
