@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from dspark.runtime.bundle import DTYPES, Manifest
-from dspark.runtime.errors import DSparkError
+from dspark.runtime.errors import DSparkError, ExportError
 from dspark.runtime.terminal import ProgressLine
 
 
@@ -44,6 +44,8 @@ def _run(args: argparse.Namespace, line: ProgressLine) -> int:
     from dspark.export.bundle import ExportOptions, Progress, export_bundle  # noqa: PLC0415  torch takes seconds to import
 
     names = set(ExportOptions.__dataclass_fields__)
+    if args.verify and args.dtype == "bf16":
+        raise ExportError("--verify runs on the CPU, which has no bf16 kernels: verify an export with --dtype fp32 instead")
     options = ExportOptions(**{name: value for name, value in vars(args).items() if name in names})
     progress = Progress(line.show, lambda done, total: line.show(f"writing weights {done / total:4.0%} of {total / 1e9:.2f} GB"))
     if args.verbose:

@@ -162,6 +162,16 @@ def record_file(path: Path) -> FileRecord:
     return FileRecord(quick.size, quick.sample_sha256, file_sha256(path))
 
 
+def state_bytes(manifest: Manifest) -> tuple[int, int]:
+    """Return the bytes of rings and of key/value caches that one request takes at full capacity."""
+    itemsize = 4 if manifest.dtype == "fp32" else 2
+    ring, cache = (
+        2 * config.num_hidden_layers * config.num_key_value_heads * rows * config.head_dim * itemsize
+        for config, rows in ((manifest.drafter, manifest.ring_capacity), (manifest.target, manifest.cache_capacity))
+    )
+    return ring, cache
+
+
 def full_hash_faults(bundle: Bundle) -> list[str]:
     """Hash every file of the bundle whole and return what differs."""
     records = bundle.manifest.files.items()

@@ -34,6 +34,11 @@ class Tokenizer:
         self._template = template.read_text(encoding="utf-8") if template.exists() else self._config.get("chat_template")
 
     @property
+    def has_chat_template(self) -> bool:
+        """Whether chat messages can be rendered."""
+        return self._template is not None
+
+    @property
     def eos_token_id(self) -> int | None:
         """Id of the tokenizer's own end token, if it names one."""
         token = self._config.get("eos_token")
@@ -87,21 +92,29 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
-        self._shown = 0
+        self._context = self._settled = 0
 
     def push(self, tokens: Sequence[int]) -> str:
         """Take new tokens; return the text they complete."""
         self._tokens += tokens
-        text = self._tokenizer.decode(self._tokens)
+        text = self._pending()
         if text.endswith("\N{REPLACEMENT CHARACTER}"):
             return ""
-        piece = text[self._shown :]
-        self._shown = len(text)
-        return piece
+        return self._take(text)
 
     def finish(self) -> str:
         """Return what is left, incomplete characters as replacement characters."""
-        return self._tokenizer.decode(self._tokens)[self._shown :]
+        return self._take(self._pending())
+
+    def _pending(self) -> str:
+        # Decoded from a settled token on, so that the work of a piece does not grow with the text; the token before it keeps decoders
+        # that strip a leading space from doing so in mid-text.
+        before = self._tokenizer.decode(self._tokens[self._context : self._settled])
+        return self._tokenizer.decode(self._tokens[self._context :])[len(before) :]
+
+    def _take(self, text: str) -> str:
+        self._context, self._settled = self._settled, len(self._tokens)
+        return text
 
 
 def load_tokenizer(directory: Path) -> Tokenizer | None:

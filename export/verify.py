@@ -1,0 +1,195 @@
+"""Compare a bundle on the CPU with the torch modules it was traced from, on random input.
+
+Two requests of different length are prefilled, then drafted and verified for three rounds with partial acceptance; outputs and state are
+compared after each. Knows both sides. Needs the memory of the pair in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dspark.export.checkpoint import STORED_DTYPES, StoredTensor
+from dspark.export.drafter import Drafter
+from dspark.export.pair import load_pair
+from dspark.export.target import Target
+from dspark.runtime.bundle import load_bundle
+from dspark.runtime.drafter import Drafter as BundleDrafter
+from dspark.runtime.engine import Array
+from dspark.runtime.onnxruntime import OnnxRuntimeEngine
+from dspark.runtime.sampling import Accept
+from dspark.runtime.state import Rows, Slots
+from dspark.runtime.target import Qwen3Target
+
+_TOLERANCE = {"fp32": 1e-4, "fp16": 3e-2}
+"""Largest difference relative to the largest magnitude (at least 1) of the compared tensor."""
+_PROMPT_LENGTHS = (5, 9)
+_COMMITS = ((1, 3), (2, 1), (4, 2))
+"""Rows that each request commits in each round."""
+
+
+@dataclass
+class Comparison:
+    """The largest difference seen of one kind of tensor, against its tolerance."""
+
+    name: str
+    difference: float
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the difference is within the tolerance; a NaN is not."""
+        return self.difference <= self.tolerance
+
+    def __str__(self) -> str:
+        return f"{'ok  ' if self.passed else 'FAIL'} {self.name:<18} {self.difference:9.2e}  (tolerance {self.tolerance:.0e})"
+
+
+class _Report:
+    def __init__(self, tolerance: float) -> None:
+        self.rows: dict[str, Comparison] = {}
+        self._tolerance = tolerance
+
+    def compare(self, name: str, ours: Array, theirs: Tensor, *, exact: bool = False) -> None:
+        reference = theirs.double().numpy()
+        scale = 1.0 if exact else max(1.0, float(np.abs(reference).max(initial=0)))
+        difference = float(np.abs(np.asarray(ours, np.float64) - reference).max(initial=0)) / scale
+        row = self.rows.setdefault(name, Comparison(name, 0.0, 0.0 if exact else self._tolerance))
+        row.difference = difference if np.isnan(difference) else max(row.difference, difference)
+
+    def decided(self, logits: Tensor) -> int:
+        """Return how many leading rows of `logits [N,V]` have a largest entry that the tolerance cannot turn."""
+        best = logits.topk(2, -1).values
+        margin = 2 * self._tolerance * max(1.0, float(logits.abs().max()))
+        return int((best[:, 0] - best[:, 1] > margin).long().cumprod(0).sum())
+
+
+def verify_bundle(
+    bundle: Path | str, target: Path | str, drafter: Path | str, *, seed: int = 0, threads: int | None = None
+) -> list[Comparison]:
+    """Return the largest difference of every kind of output and state between the bundle and torch."""
+    loaded = load_bundle(bundle)
+    manifest = loaded.manifest
+    pair = load_pair(Path(target), Path(drafter), manifest.drafter.mask_token_id)
+    torch_target = _load(Target(manifest.target, manifest.drafter.target_layer_ids), pair.target_tensors)
+    k = manifest.num_speculative_tokens
+    torch_drafter = _load(Drafter(manifest.drafter, k, manifest.window, debug_outputs=True), pair.drafter_tensors)
+    engine = OnnxRuntimeEngine(loaded, threads=threads)
+    requests = list(range(min(len(_PROMPT_LENGTHS), manifest.limits.max_batch_size)))
+    slots = Slots(len(requests))
+    ours, drafts, accept = Qwen3Target(engine, slots), BundleDrafter(engine, slots), Accept(engine)
+    report, rng = _Report(_TOLERANCE[manifest.dtype]), np.random.default_rng(seed)
+    reference = [_Reference(torch_target, torch_drafter, manifest.cache_capacity, manifest.ring_capacity) for _ in requests]
+    anchors = []
+    with torch.no_grad():
+        for request in requests:
+            slots.admit(request)
+            length = max(1, min(_PROMPT_LENGTHS[request], manifest.limits.max_chunk, manifest.limits.max_seq_len // 4))
+            prompt = rng.integers(0, manifest.target.vocab_size, length)
+            verified = ours.prefill(request, prompt.tolist())
+            logits, taps = reference[request].feed(prompt)
+            report.compare("prefill logits", verified.logits.tensor.read()[0, 0], logits[-1])
+            report.compare("prefill taps", verified.taps.tensor.read()[0], taps)
+            drafts.write_context(request, verified.taps.tensor.read()[0], np.arange(length))
+            reference[request].commit(length, context=True)
+            anchors.append(int(logits[-1].argmax()))
+        taps_rows, counts = None, [None] * len(requests)
+        for commits in _COMMITS:
+            proposals = drafts.propose(requests, anchors, taps_rows, counts)
+            drafted = proposals.verify_tokens.read().copy()
+            verified = ours.verify(requests, Rows(proposals.view, proposals.verify_tokens))
+            judged = np.full(proposals.view.size, k)
+            accepted, following = accept(verified.logits, judged, proposals.verify_tokens)
+            counts = [min(count, k + 1) for count in commits[: len(requests)]]
+            taps_rows = verified.taps
+            for request, row in zip(requests, proposals.view.rows, strict=True):
+                own = reference[request]
+                tokens, confidence, draft_logits = own.draft(anchors[request])
+                # Behind a near tie the two walks may part, each right by its own rounding: compare up to there.
+                walked = report.decided(draft_logits)
+                report.compare("drafted tokens", drafted[row, : walked + 1], tokens[: walked + 1], exact=True)
+                if confidence is not None and proposals.confidence_logits is not None:
+                    report.compare("confidence logits", proposals.confidence_logits.read()[row, : walked + 1], confidence[: walked + 1])
+                logits, taps = own.feed(drafted[row])
+                report.compare("verify logits", verified.logits.tensor.read()[row], logits)
+                report.compare("verify taps", verified.taps.tensor.read()[row], taps)
+                choice = logits.argmax(-1)
+                agreed = int((choice[:-1].numpy() == drafted[row, 1:]).cumprod().sum())
+                if report.decided(logits) > agreed:
+                    report.compare("accepted", accepted[row], torch.tensor(agreed), exact=True)
+                    report.compare("next token", following[row], choice[agreed], exact=True)
+                anchors[request] = int(choice[counts[request] - 1])
+                own.commit(counts[request], context=False)
+                ours.commit(request, counts[request])
+                for kind, state, tensors, size in (
+                    ("cache", ours.caches, own.caches, ours.length(request)),
+                    ("ring", drafts.rings, own.rings, drafts.total(request)),
+                ):
+                    for (name, tensor), theirs in zip(state.tensors(proposals.view).items(), tensors, strict=True):
+                        del name
+                        report.compare(f"{kind} rows", tensor.read()[row, :, :size], theirs[0, :, :size])
+    return list(report.rows.values())
+
+
+class _Reference:
+    """One request in torch: caches, rings and the numbers of its rows."""
+
+    def __init__(self, target: nn.Module, drafter: nn.Module, cache_capacity: int, ring_capacity: int) -> None:
+        self._target, self._drafter = target, drafter
+        config = drafter.config
+        self._length = self._total = 0
+        rows = sum(_PROMPT_LENGTHS) + 8 * config.block_size
+        self.caches = _zeros(target, min(cache_capacity, rows))
+        self.rings = _zeros(drafter, ring_capacity)
+        self._taps: Tensor | None = None
+        self._new: Tensor | None = None
+
+    def feed(self, tokens: Array) -> tuple[Tensor, Tensor]:
+        """Run the target behind the committed rows; return logits `[N,V]` and taps `[N,m*H]`."""
+        ids, rows = torch.from_numpy(np.asarray(tokens, np.int64))[None], torch.arange(len(tokens))[None]
+        logits, self._taps, self.caches = self._target(ids, torch.tensor([self._length]), rows, self.caches)
+        return logits[0], self._taps[0]
+
+    def commit(self, rows: int, *, context: bool) -> None:
+        """Commit the first `rows` fed tokens; their taps go to the rings at once (`context`) or with the next draft."""
+        assert self._taps is not None
+        new = self._taps[:, :rows]
+        self._length += rows
+        if context:
+            self.rings = self._drafter.context(new, torch.tensor([self._total]), self.rings)
+            self._total, self._new = self._length, None
+        else:
+            self._new = new
+
+    def draft(self, anchor: int) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Write the rows committed last, then draft; return verify_tokens `[K+1]`, confidence `[K]` and corrected logits `[K,V]`."""
+        start = torch.tensor([self._total])
+        if self._new is not None:
+            self.rings = self._drafter.context(self._new, start, self.rings)
+            self._total = self._length
+        junk = torch.zeros(1, 1, self._drafter.config.taps_width)
+        numbers = [torch.tensor([n]) for n in (self._total, self._total, 0, anchor)]
+        outputs, _ = self._drafter(junk, *numbers, self.rings)
+        confidence = outputs[1][0] if self._drafter.config.enable_confidence_head else None
+        return outputs[0][0], confidence, outputs[-1][0]
+
+
+def _zeros(model: nn.Module, capacity: int) -> list[Tensor]:
+    attention = [layer.self_attn for layer in model.layers]
+    return [
+        torch.zeros(1, a.k_proj.out_features // a.head_dim, capacity, a.head_dim) for a in attention for _ in ("key", "value")
+    ]
+
+
+def _load(model: nn.Module, tensors: Mapping[str, StoredTensor]) -> nn.Module:
+    """Give a model its stored weights in float32."""
+    for name, parameter in model.named_parameters():
+        stored = tensors[name]
+        raw = np.memmap(stored.file, STORED_DTYPES[stored.dtype], "r", stored.offset, stored.shape)
+        parameter.data = torch.from_numpy(np.asarray(raw, np.float32).copy())
+    return model.eval()

@@ -1,0 +1,259 @@
+"""`dspark run` and `dspark inspect`: command line of the runtime.
+
+Knows arguments, messages and exit codes: 0 done, 1 outputs differ or files changed, 2 refused, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dspark.runtime.bundle import Bundle, full_hash_faults, load_bundle, state_bytes
+from dspark.runtime.errors import DSparkError, RequestError
+from dspark.runtime.llm import LLM, Prompt, RequestOutput
+from dspark.runtime.sampling import SamplingParams
+from dspark.runtime.stats import Stats
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; return its exit code."""
+    args = _parser().parse_args(argv)
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    try:
+        code: int = args.command(args)
+        return code
+    except DSparkError as error:
+        print(f"dspark: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"dspark: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+
+
+def _run(args: argparse.Namespace) -> int:
+    kwargs = {"enable_thinking": True} if args.enable_thinking else {}
+    params = SamplingParams(max_tokens=args.max_tokens, ignore_eos=args.ignore_eos)
+    prompts = list(_prompts(args))
+    llm = LLM(
+        args.bundle,
+        speculative=not args.no_speculative,
+        num_speculative_tokens=args.num_speculative_tokens,
+        max_seq_len=args.max_seq_len,
+        threads=args.threads,
+    )
+    prompts = [_as_message(llm, prompt, raw=args.raw) for prompt in prompts]
+    if args.compare:
+        return _compare(llm, prompts, params, kwargs, as_json=args.json)
+    if not prompts:
+        return _chat(llm, params, kwargs)
+    for prompt in prompts:
+        if args.json:
+            (output,) = llm.generate([prompt], params, chat_template_kwargs=kwargs)
+            print(json.dumps(_result(output)))
+        else:
+            _show(llm, prompt, params, kwargs)
+    return 0
+
+
+def _prompts(args: argparse.Namespace) -> Iterator[Prompt]:
+    """Yield the prompts of the command line; a .jsonl file holds one object a line, with `ids`, `messages` or `text`."""
+    if args.prompt is not None:
+        yield args.prompt
+    if args.prompt_ids is not None:
+        try:
+            yield [int(token) for token in args.prompt_ids.split(",")]
+        except ValueError:
+            raise RequestError(f"--prompt-ids {args.prompt_ids!r}: expected token ids like 1,2,3") from None
+    if args.prompt_file is None:
+        return
+    if args.prompt_file.suffix != ".jsonl":
+        yield args.prompt_file.read_text(encoding="utf-8")
+        return
+    for number, line in enumerate(args.prompt_file.read_text(encoding="utf-8").splitlines()[: args.limit], 1):
+        try:
+            fields = json.loads(line)
+            yield next(fields[key] for key in ("ids", "messages", "text") if key in fields)
+        except (json.JSONDecodeError, TypeError, StopIteration):
+            raise RequestError(
+                f"{args.prompt_file}, line {number}: expected a JSON object with ids, messages or text"
+            ) from None
+
+
+def _as_message(llm: LLM, prompt: Prompt, *, raw: bool) -> Prompt:
+    """Text is a user's message where there is a chat template, unless it is meant raw."""
+    if raw or not isinstance(prompt, str) or llm.tokenizer is None or not llm.tokenizer.has_chat_template:
+        return prompt
+    return [{"role": "user", "content": prompt}]
+
+
+def _show(llm: LLM, prompt: Prompt, params: SamplingParams, kwargs: dict[str, Any]) -> str:
+    """Print a prompt's text as it is committed, then a line of statistics; return the text."""
+    text = ""
+    for piece in llm.stream(prompt, params, chat_template_kwargs=kwargs):
+        shown = piece.text if llm.tokenizer is not None else "".join(f"{token} " for token in piece.token_ids)
+        text += shown
+        print(shown, end="", flush=True)
+        if piece.output is not None:
+            print(flush=True)
+            print(f"[{_describe(piece.output.stats)}, finish {piece.output.finish_reason}]", file=sys.stderr)
+    return text
+
+
+def _chat(llm: LLM, params: SamplingParams, kwargs: dict[str, Any]) -> int:
+    if llm.tokenizer is None or not llm.tokenizer.has_chat_template:
+        raise RequestError("this bundle has no tokenizer or no chat template: pass --prompt-ids, --prompt or --prompt-file")
+    print("Chat with the target; an empty line or Ctrl-D ends.", file=sys.stderr)
+    messages: list[dict[str, str]] = []
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return 0
+        if not line.strip():
+            return 0
+        messages.append({"role": "user", "content": line})
+        messages.append({"role": "assistant", "content": _show(llm, list(messages), params, kwargs)})
+
+
+def _compare(llm: LLM, prompts: list[Prompt], params: SamplingParams, kwargs: dict[str, Any], *, as_json: bool) -> int:
+    """Decode each prompt speculatively and plainly in turn, check identity and print both speeds."""
+    if not prompts:
+        raise RequestError("--compare needs a prompt: pass --prompt, --prompt-ids or --prompt-file")
+    speculative, plain, different = Stats(), Stats(), []
+    results = []
+    for number, prompt in enumerate(prompts):
+        (ours,) = llm.generate([prompt], params, speculative=True, chat_template_kwargs=kwargs)
+        (theirs,) = llm.generate([prompt], params, speculative=False, chat_template_kwargs=kwargs)
+        speculative.add(ours.stats)
+        plain.add(theirs.stats)
+        if ours.token_ids != theirs.token_ids:
+            different.append(number)
+        results.append(_result(ours))
+        if not as_json and len(prompts) == 1:
+            print(ours.text if ours.text is not None else ours.token_ids)
+    proposals = max(speculative.proposed, default=0)
+    rates = speculative.acceptance_per_position(proposals)
+    ratio = speculative.tokens_per_second / plain.tokens_per_second if plain.tokens_per_second else 0.0
+    if as_json:
+        summary = {
+            "identical": not different,
+            "different_prompts": different,
+            "speculative_tokens_per_second": speculative.tokens_per_second,
+            "plain_tokens_per_second": plain.tokens_per_second,
+            "ratio": ratio,
+            "mean_accepted_length": speculative.mean_accepted_length,
+            "acceptance_per_position": rates,
+            "results": results,
+        }
+        print(json.dumps(summary, indent=2))
+    else:
+        print(f"prompts            {len(prompts)}, {speculative.tokens} tokens; outputs {'DIFFER' if different else 'identical'}")
+        print(f"speculative        {speculative.tokens_per_second:8.1f} tok/s")
+        print(f"plain              {plain.tokens_per_second:8.1f} tok/s")
+        print(f"ratio              {ratio:8.2f}")
+        print(f"accepted length    {speculative.mean_accepted_length:8.2f} tokens a round, bonus included")
+        print(f"accepted at 1..{proposals}   " + " ".join(f"{rate:.2f}" for rate in rates))
+        if different:
+            print(f"different prompts: {different}")
+    return 1 if different else 0
+
+
+def _describe(stats: Stats) -> str:
+    return (
+        f"{stats.tokens} tokens, {stats.tokens_per_second:.1f} tok/s, {stats.rounds} rounds, "
+        f"mean accepted length {stats.mean_accepted_length:.2f}"
+    )
+
+
+def _result(output: RequestOutput) -> dict[str, Any]:
+    stats = output.stats
+    return {
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "finish_reason": output.finish_reason,
+        "prompt_tokens": stats.prompt_tokens,
+        "accepted_per_round": stats.accepted_per_round,
+        "mean_accepted_length": stats.mean_accepted_length,
+        "tokens_per_second": stats.tokens_per_second,
+        "seconds": stats.seconds,
+    }
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    bundle = load_bundle(args.bundle)
+    changed = full_hash_faults(bundle) if args.hash else []
+    if args.json:
+        print(bundle.manifest.to_json(), end="")
+    else:
+        print(_describe_bundle(bundle))
+    for fault in changed:
+        print(fault, file=sys.stderr)
+    if args.hash and not changed:
+        print(f"all {len(bundle.manifest.files)} files have their recorded sha256", file=sys.stderr)
+    return 1 if changed else 0
+
+
+def _describe_bundle(bundle: Bundle) -> str:
+    m, (rings, caches) = bundle.manifest, state_bytes(bundle.manifest)
+    t, d, limits = m.target, m.drafter, m.limits
+    heads = f"{d.markov_head_type} Markov head" + (f" of rank {d.markov_rank}" if d.markov_rank else "")
+    confidence = "confidence head" if d.enable_confidence_head else "no confidence head"
+    need = {"fp32": "any provider; the CPU is the default", "fp16": "any provider; slow on the CPU", "bf16": "a GPU engine"}[m.dtype]
+    place = f"by reference below {m.weights.root}, {len(m.weights.files)} files" if m.weights.root else "in the bundle"
+    size = sum(record.size for record in m.files.values())
+    rows = [
+        ("bundle", f"{bundle.directory}, format {m.format_version}, written by dspark {m.dspark_version}"),
+        ("graphs", f"{m.dtype}, opset {m.opset}, operator contract {m.ops_contract}; runs on {need}"),
+        ("weights", f"{place}; {size / 1e6:.1f} MB in the bundle"),
+        ("target", f"Qwen3, {t.num_hidden_layers} layers, hidden {t.hidden_size}, vocabulary {t.vocab_size}"),
+        ("drafter", f"DSpark, {d.num_hidden_layers} layers, block {d.block_size}, taps {list(d.target_layer_ids)}, {heads}, {confidence}"),
+        ("proposals", f"{m.num_speculative_tokens} a round, verify width {m.num_speculative_tokens + 1}, mask token {d.mask_token_id}"),
+        ("window", f"{m.window} positions, ring of {m.ring_capacity} rows"),
+        ("limits", f"{limits.max_batch_size} requests, {limits.max_seq_len} tokens each, prefill chunks of {limits.max_chunk}"),
+        ("state", f"at most {caches / 1e6:.1f} MB of caches and {rings / 1e6:.1f} MB of rings a request"),
+    ]
+    if m.debug_outputs:
+        rows.append(("debug", "block hidden states and corrected logits are outputs"))
+    return "\n".join(f"{name:<10} {text}" for name, text in rows)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="dspark", description="Generate from a dspark bundle.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    run = commands.add_parser("run", help="generate text, or chat when no prompt is given")
+    run.set_defaults(command=_run)
+    run.add_argument("bundle", type=Path, help="bundle directory made by dspark-export")
+    prompt = run.add_argument_group("prompt").add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", help="a user's message, rendered with the chat template if there is one")
+    prompt.add_argument("--prompt-file", type=Path, help="a text file, or .jsonl with ids, messages or text in each line")
+    prompt.add_argument("--prompt-ids", metavar="1,2,3", help="token ids")
+    run.add_argument("--limit", type=int, metavar="N", help="first N lines of a .jsonl file only")
+    run.add_argument("--raw", action="store_true", help="take text as it is, without the chat template")
+    run.add_argument("--enable-thinking", action="store_true", help="let the chat template ask for thinking")
+    decoding = run.add_argument_group("decoding")
+    decoding.add_argument("--max-tokens", type=int, default=256, help="most tokens to generate (default 256)")
+    decoding.add_argument("--ignore-eos", action="store_true", help="go on behind the model's end tokens")
+    decoding.add_argument("--num-speculative-tokens", type=int, metavar="N", help="proposals a round (default: all the bundle serves)")
+    decoding.add_argument("--no-speculative", action="store_true", help="decode plainly")
+    decoding.add_argument("--max-seq-len", type=int, metavar="S", help="most tokens of prompt and output (default: the bundle's limit)")
+    decoding.add_argument("--threads", type=int, metavar="N", help="threads of ONNX Runtime (default: one a physical core)")
+    decoding.add_argument("--compare", action="store_true", help="decode plainly too, check identity, print both speeds")
+    run.add_argument("--json", action="store_true", help="print machine-readable results")
+    inspect = commands.add_parser("inspect", help="say what a bundle is, needs and holds")
+    inspect.set_defaults(command=_inspect)
+    inspect.add_argument("bundle", type=Path, help="bundle directory")
+    inspect.add_argument("--json", action="store_true", help="print the manifest")
+    inspect.add_argument("--hash", action="store_true", help="read all files and compare their sha256")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
