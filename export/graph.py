@@ -51,6 +51,7 @@ _IR_DTYPES = {
 
 _STAGES = "stage"
 _IR_VERSION = 11
+_FOLDED_SIZE_LIMIT = 1024
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -168,7 +169,8 @@ class Tracer:
         for value in (*graph.inputs, *(output for node in graph for output in node.outputs)):
             _drop_suffixes(value)
         traced = ir.Model(graph, ir_version=_IR_VERSION)
-        onnxscript.optimizer.optimize_ir(traced)
+        # Small outputs only: a folded range over the vocabulary would be stored once per use.
+        onnxscript.optimizer.optimize_ir(traced, output_size_limit=_FOLDED_SIZE_LIMIT)
         _read_sizes_from_last_input(graph, len(inputs))
         _initializers_to_constants(graph)
         ClearMetadataAndDocStringPass()(traced)
