@@ -146,8 +146,9 @@ def write_checkpoint(
     seed: int = 0,
     shards: int = 1,
     sparse: bool = False,
+    deviation: float = 0.02,
 ) -> None:
-    """Write a model directory. Weights are normal with deviation 0.02 (norms: 1 plus that), the same for equal arguments."""
+    """Write a model directory. Weights are normal with that deviation (norms: 1 plus that), the same for equal arguments."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(dict(config), indent=2))
     names = list(tensors)
@@ -155,20 +156,21 @@ def write_checkpoint(
     files = ["model.safetensors"] if shards == 1 else [f"model-{i + 1:05d}-of-{shards:05d}.safetensors" for i in range(shards)]
     for number, (file, part) in enumerate(zip(files, parts, strict=True)):
         own = {name: tensors[name] for name in part}
-        _write_safetensors(directory / file, own, dtype, None if sparse else np.random.default_rng([seed, number]))
+        _write_safetensors(directory / file, own, dtype, None if sparse else np.random.default_rng([seed, number]), deviation)
     if shards > 1:
         weight_map = {name: file for file, part in zip(files, parts, strict=True) for name in part}
         (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-def write_pair(directory: Path, shape: Shape, *, dtype: str = "bf16", sparse: bool = False, shards: int = 1) -> None:
-    """Write `directory`/target and `directory`/drafter."""
-    options: dict[str, Any] = {"dtype": dtype, "sparse": sparse}
+def write_pair(directory: Path, shape: Shape, *, shards: int = 1, **options: Any) -> None:
+    """Write `directory`/target (in `shards` files) and `directory`/drafter; `options` as for `write_checkpoint`."""
     write_checkpoint(directory / "target", target_config(shape), target_tensors(shape), seed=1, shards=shards, **options)
     write_checkpoint(directory / "drafter", drafter_config(shape), drafter_tensors(shape), seed=2, **options)
 
 
-def _write_safetensors(path: Path, tensors: Mapping[str, tuple[int, ...]], dtype: str, rng: np.random.Generator | None) -> None:
+def _write_safetensors(
+    path: Path, tensors: Mapping[str, tuple[int, ...]], dtype: str, rng: np.random.Generator | None, deviation: float
+) -> None:
     name, numpy_dtype = DTYPES[dtype]
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -185,7 +187,7 @@ def _write_safetensors(path: Path, tensors: Mapping[str, tuple[int, ...]], dtype
         for tensor, shape in tensors.items():
             left = int(np.prod(shape))
             while left:
-                values = rng.standard_normal(min(left, _CHUNK), np.float32) * np.float32(0.02) + np.float32("norm" in tensor)
+                values = rng.standard_normal(min(left, _CHUNK), np.float32) * np.float32(deviation) + np.float32("norm" in tensor)
                 out.write(values.astype(numpy_dtype).tobytes())
                 left -= values.size
 

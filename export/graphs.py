@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 
 import onnx_ir as ir
 
@@ -45,12 +45,10 @@ def build_graphs(
     plan: GraphPlan, target_weight: Weight, drafter_weight: Weight, progress: Callable[[str], None]
 ) -> dict[str, ir.Model]:
     """Trace the pair's stages and return its graphs by name; `progress` is told what is being done."""
-    tracer = Tracer(plan.dtype, plan.opset)
-    drafter = _plan_drafter(tracer, plan)
-    _plan_target(tracer, plan)
-    _plan_accept(tracer, plan)
     progress("tracing the models")
-    stages = tracer.trace()
+    one_layer = {"num_hidden_layers": 1, "max_position_embeddings": 1}
+    shallow = replace(plan, target=replace(plan.target, **one_layer), drafter=replace(plan.drafter, **one_layer))
+    stages, drafter = _trace(shallow)
     progress("joining the graphs")
     bodies = [ir.from_proto(function) for function in operator_functions(plan.opset).values()]
     graphs = {}
@@ -63,6 +61,16 @@ def build_graphs(
         assembly = Assembly(name, plan.signatures[name], plan.dtype, plan.opset, weight)
         graphs[name] = assembly.finish(join(assembly, stages, plan), bodies)
     return graphs
+
+
+@lru_cache(maxsize=8)
+def _trace(plan: GraphPlan) -> tuple[dict[str, Stage], Drafter]:
+    """Trace the stages of a pair of one-layer models; pairs that differ in depth alone share them."""
+    tracer = Tracer(plan.dtype, plan.opset)
+    drafter = _plan_drafter(tracer, plan)
+    _plan_target(tracer, plan)
+    _plan_accept(tracer, plan)
+    return tracer.trace(), drafter
 
 
 def _rows(name: str, *shape: int | str) -> TensorSpec:
@@ -86,7 +94,7 @@ def _states(kind: str, config: TransformerConfig, capacity: str) -> list[TensorS
 
 
 def _plan_drafter(tracer: Tracer, plan: GraphPlan) -> Drafter:
-    config, k = replace(plan.drafter, num_hidden_layers=1), plan.num_speculative_tokens
+    config, k = plan.drafter, plan.num_speculative_tokens
     model = tracer.build(lambda: Drafter(config, k, plan.window, debug_outputs=plan.debug_outputs))
     layer, hidden, block, vocabulary = model.layers[0], config.hidden_size, config.block_size, config.vocab_size
     inputs = {spec.name: spec for spec in plan.signatures[DRAFT].inputs}
@@ -115,7 +123,7 @@ def _plan_drafter(tracer: Tracer, plan: GraphPlan) -> Drafter:
 
 
 def _plan_target(tracer: Tracer, plan: GraphPlan) -> None:
-    config = replace(plan.target, num_hidden_layers=1)
+    config = plan.target
     model = tracer.build(lambda: Target(config, ()))
     inputs = {spec.name: spec for spec in plan.signatures[TARGET].inputs}
     x = _rows("x", "B", "N", config.hidden_size)

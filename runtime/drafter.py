@@ -52,6 +52,9 @@ class Drafter:
         )
         self._total = np.zeros(slots.count, np.int64)
         self._first = np.zeros(slots.count, np.int64)
+        # Outputs are one set a view, whatever taps a step is bound to: the target binds them in turn, so fresh ones would call for
+        # fresh bindings on both sides in every round.
+        self._outputs: dict[View, dict[str, Tensor]] = {}
         self._drafts: dict[tuple[View, int, int], BoundStep] = {}
         self._contexts: dict[tuple[View, int], BoundStep] = {}
 
@@ -215,15 +218,21 @@ class Drafter:
         """Return the step of a slot range for n new rows, bound to `taps` if given, else to a tensor of its own."""
         key = view, n, id(taps)
         if key not in self._drafts:
-            signature, shape = self._engine.signatures[DRAFT], (view.size, n, self._manifest.drafter.taps_width)
-            tensors = {"taps": self._engine.allocate(shape, MODEL_DTYPE) if taps is None else taps}
+            shape = (view.size, n, self._manifest.drafter.taps_width)
+            tensors = {"taps": self._engine.allocate(shape, MODEL_DTYPE) if taps is None else taps, **self._draft_outputs(view)}
             tensors |= {name: self._engine.allocate((view.size,), "int64") for name in ("start", "total", "first", "anchor")}
-            for spec in signature.outputs:
-                if spec.name not in signature.aliases:
-                    sizes = tuple(view.size if d == "B" else int(d) for d in spec.shape)
-                    tensors[spec.name] = self._engine.allocate(sizes, spec.dtype)
             self._drafts[key] = BoundStep(self._engine, DRAFT, self.rings, view, tensors)
         return self._drafts[key]
+
+    def _draft_outputs(self, view: View) -> dict[str, Tensor]:
+        if view not in self._outputs:
+            signature = self._engine.signatures[DRAFT]
+            self._outputs[view] = {
+                spec.name: self._engine.allocate(tuple(view.size if d == "B" else int(d) for d in spec.shape), spec.dtype)
+                for spec in signature.outputs
+                if spec.name not in signature.aliases
+            }
+        return self._outputs[view]
 
     def _taps_by_slot(self, view: View, taps: Rows | Array, counts: Sequence[int | None]) -> Array:
         """Return taps of another slot range, or of requests in order, as rows of `view`."""

@@ -6,7 +6,7 @@ B rows of the bound slot range, N new rows, M logit rows, V vocabulary rows, m t
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -67,6 +67,8 @@ class Qwen3Target:
             limit=self._manifest.cache_capacity,
         )
         self._length = np.zeros(slots.count, np.int64)
+        # As in the drafter: one set of outputs a view and width, whatever tokens a step is bound to.
+        self._outputs: dict[tuple[View, int], dict[str, Tensor]] = {}
         self._steps: dict[tuple[View, int, int], BoundStep] = {}
         self._prefills: dict[tuple[View, int], BoundStep] = {}
 
@@ -89,7 +91,7 @@ class Qwen3Target:
         step = self._prefills.get((view, n))
         if step is None:
             tokens_tensor = self._engine.allocate((1, n), "int64")
-            step = self._bind(view, n, tokens_tensor, logit_rows=np.array([[n - 1]]))
+            step = self._bind(view, tokens_tensor, np.array([[n - 1]]), self._allocate_outputs(view, n, 1))
             self._prefills = {(view, n): step}  # chunks have many lengths: keep the last
         step.tensors["tokens"].write(np.asarray(tokens, np.int64)[None])
         verified = self._run(step, view, n)
@@ -112,24 +114,27 @@ class Qwen3Target:
             raise LimitError(f"{longest} tokens, max_seq_len is {self.max_seq_len}: verify fewer rows")
         key = view, n, id(tokens.tensor)
         if key not in self._steps:
-            self._steps[key] = self._bind(view, n, tokens.tensor, logit_rows=np.tile(np.arange(n), (view.size, 1)))
+            if (view, n) not in self._outputs:
+                self._outputs[view, n] = self._allocate_outputs(view, n, n)
+            every_row = np.tile(np.arange(n), (view.size, 1))
+            self._steps[key] = self._bind(view, tokens.tensor, every_row, self._outputs[view, n])
         return self._run(self._steps[key], view, n)
 
     def commit(self, request: Hashable, rows: int) -> None:
         """Commit the first `rows` tokens of the last verification."""
         self._length[self._slots.slot(request)] += rows
 
-    def _bind(self, view: View, n: int, tokens: Tensor, logit_rows: Array) -> BoundStep:
-        config, allocate = self._manifest.drafter, self._engine.allocate
-        rows = allocate(logit_rows.shape, "int64")
-        rows.write(logit_rows)
-        tensors = {
-            "tokens": tokens,
-            "start": allocate((view.size,), "int64"),
-            "logit_rows": rows,
-            "logits": allocate((*logit_rows.shape, config.vocab_size), "float32"),
-            "taps": allocate((view.size, n, config.taps_width), MODEL_DTYPE),
+    def _allocate_outputs(self, view: View, n: int, logit_rows: int) -> dict[str, Tensor]:
+        config = self._manifest.drafter
+        return {
+            "logits": self._engine.allocate((view.size, logit_rows, config.vocab_size), "float32"),
+            "taps": self._engine.allocate((view.size, n, config.taps_width), MODEL_DTYPE),
         }
+
+    def _bind(self, view: View, tokens: Tensor, logit_rows: Array, outputs: Mapping[str, Tensor]) -> BoundStep:
+        start, rows = self._engine.allocate((view.size,), "int64"), self._engine.allocate(logit_rows.shape, "int64")
+        rows.write(logit_rows)
+        tensors = {"tokens": tokens, "start": start, "logit_rows": rows, **outputs}
         return BoundStep(self._engine, TARGET, self.caches, view, tensors)
 
     def _run(self, step: BoundStep, view: View, n: int) -> Verified:
