@@ -122,13 +122,12 @@ class Tracer:
 
     def trace(self) -> dict[str, Stage]:
         """Trace the planned stages and return them by name."""
-        dynamic, names = [], []
+        dynamic = []
         for i, plan in enumerate(self._plans):
             # Letters get a suffix, so that no stage takes a size from another's input.
             letters = {letter for spec in plan.inputs for letter in spec.shape if isinstance(letter, str)}
             dims = {letter: Dim(f"{letter}_{i}", min=1) for letter in letters}
             dynamic += [{axis: dims[d] for axis, d in enumerate(spec.shape) if isinstance(d, str)} for spec in plan.inputs]
-            names.append(([f"{spec.name}_{i}" for spec in plan.inputs], [f"{name}_{i}" for name in plan.outputs]))
         with self._fake, _quiet(), torch.no_grad():
             program = torch.onnx.export(
                 _Union(self._plans),
@@ -136,18 +135,21 @@ class Tracer:
                 dynamo=True,
                 opset_version=self.opset,
                 dynamic_shapes=(tuple(dynamic),),
-                input_names=[name for inputs, _ in names for name in inputs],
-                output_names=[name for _, outputs in names for name in outputs],
+                input_names=[f"{spec.name}_{i}" for i, plan in enumerate(self._plans) for spec in plan.inputs],
+                output_names=[f"{name}_{i}" for i, plan in enumerate(self._plans) for name in plan.outputs],
                 optimize=False,
                 verbose=False,
             )
         assert program is not None
         union = program.model.graph
-        values = {value.name: value for value in (*union.inputs, *union.outputs)}
-        return {
-            plan.name: self._stage(plan, union, [values[n] for n in inputs], [values[n] for n in outputs])
-            for plan, (inputs, outputs) in zip(self._plans, names, strict=True)
-        }
+        # By position: where a stage hands an input on, both have one name.
+        inputs, outputs = list(union.inputs), list(union.outputs)
+        stages = {}
+        for plan in self._plans:
+            own_inputs, inputs = inputs[: len(plan.inputs)], inputs[len(plan.inputs) :]
+            own_outputs, outputs = outputs[: len(plan.outputs)], outputs[len(plan.outputs) :]
+            stages[plan.name] = self._stage(plan, union, own_inputs, own_outputs)
+        return stages
 
     def _stage(self, plan: _Plan, union: ir.Graph, inputs: list[ir.Value], outputs: list[ir.Value]) -> Stage:
         """Copy the nodes that compute `outputs` into a function of their own.
