@@ -99,7 +99,8 @@ class Drafter:
         if valid.shape != where.shape or (valid[:, 1:] & ~valid[:, :-1]).any():
             raise RequestError(f"mask {valid.tolist()}: expected the shape of positions, and no valid row behind a masked one")
         counts = valid.sum(1)
-        where = np.where(valid, where, where[:, :1] + np.arange(where.shape[1]))
+        begins = np.where(counts > 0, where[:, 0], 0)
+        where = np.where(valid, where, begins[:, None] + np.arange(where.shape[1]))
         rows, where = self._checked_rows(rows, where)
         if len(rows) != len(requests):
             raise RequestError(f"taps of {len(rows)} rows for {len(requests)} requests")
