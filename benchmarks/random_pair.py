@@ -17,7 +17,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-DTYPES = {"bf16": ("BF16", np.dtype(ml_dtypes.bfloat16)), "fp16": ("F16", np.dtype(np.float16)), "fp32": ("F32", np.dtype(np.float32))}
+DTYPES = {
+    "bf16": ("BF16", np.dtype(ml_dtypes.bfloat16)),
+    "fp16": ("F16", np.dtype(np.float16)),
+    "fp32": ("F32", np.dtype(np.float32)),
+}
 MASK_TOKEN_ID = 151669
 _CHUNK = 1 << 22
 

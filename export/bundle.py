@@ -89,9 +89,7 @@ def export_bundle(
         progress.step("checking that all weights are finite")
         check_finite(pair.target_tensors | {f"drafter.{name}": t for name, t in pair.drafter_tensors.items()})
     weights = Weights(pair, plan.dtype, copy=options.copy_weights)
-    graphs = build_graphs(
-        plan, weights.resolver("target", plan.target), weights.resolver("drafter", plan.drafter), progress.step
-    )
+    graphs = build_graphs(plan, weights.resolver("target", plan.target), weights.resolver("drafter", plan.drafter), progress.step)
     with atomic_directory(output, overwrite=options.overwrite) as scratch:
         if weights.inside:
             progress.step("converting the weights" if weights.converted else "copying the weights")
@@ -138,7 +136,7 @@ def resolve(pair: Pair, options: ExportOptions) -> tuple[GraphPlan, Limits]:
         (1 <= k <= block, f"num_speculative_tokens is {k}, expected 1..{block} (the drafter's block)"),
         (window >= block + 2, f"ctx_window is {window}, the minimum is {block + 2} (block + 2)"),
         (limits.max_batch_size >= 1, f"max_batch_size is {limits.max_batch_size}, expected at least 1"),
-        (2 <= longest, f"max_seq_len is {longest}, expected at least 2"),
+        (longest >= 2, f"max_seq_len is {longest}, expected at least 2"),
         (
             longest <= pair.target.max_position_embeddings,
             f"max_seq_len is {longest}, the target's max_position_embeddings is {pair.target.max_position_embeddings}",
@@ -168,5 +166,3 @@ def _write_graph(model: ir.Model, path: Path, plan: GraphPlan, *, root: str | No
 def _identity(checkpoint: Checkpoint) -> CheckpointRecord:
     files = {file.name: fingerprint(file) for file in checkpoint.files}
     return CheckpointRecord(file_sha256(checkpoint.directory / "config.json"), files)
-
-

@@ -10,6 +10,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -43,8 +44,9 @@ class StoredTensor:
             handle.seek(self.offset)
             left = self.length
             while left:
-                data = handle.read(min(left, _CHUNK * dtype.itemsize))
-                if not data:
+                wanted = min(left, _CHUNK * dtype.itemsize)
+                data = handle.read(wanted)
+                if len(data) < wanted:
                     raise CheckpointError(f"{self.file} ended inside tensor {self.name}: download the file again")
                 left -= len(data)
                 yield np.frombuffer(data, dtype)
@@ -75,8 +77,8 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     if index.exists():
         weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{index} has no weight_map: download the file again")
+        if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
+            raise CheckpointError(f"{index} has no weight_map of file names: download the file again")
         files = [directory / name for name in sorted(set(weight_map.values()))]
     elif single.exists():
         weight_map, files = None, [single]
@@ -103,19 +105,32 @@ def read_header(file: Path) -> list[StoredTensor]:
         raw = handle.read(length)
     try:
         header = json.loads(raw)
-        entries = [(name, e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for name, e in header.items() if name != "__metadata__"]
-    except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{file} is no safetensors file: its header does not parse ({error!r})") from None
-    end = 8 + length + max((entry[4] for entry in entries), default=0)
+        entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
+        tensors = [_stored_tensor(name, entry, file, 8 + length) for name, entry in entries]
+    except (ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file} is no safetensors file: its header does not parse ({error!r:.200})") from None
+    end = max((tensor.offset + tensor.length for tensor in tensors), default=8 + length)
     if end != size:
         raise CheckpointError(f"{file} is {'truncated' if size < end else 'too long'}: {size} bytes, its header says {end}")
-    return [StoredTensor(name, dtype, shape, file, 8 + length + begin, stop - begin) for name, dtype, shape, begin, stop in entries]
+    return tensors
+
+
+def _stored_tensor(name: str, entry: dict[str, Any], file: Path, data_offset: int) -> StoredTensor:
+    """Return a header's entry; raises ValueError, KeyError or TypeError where it is malformed."""
+    begin, end = entry["data_offsets"]
+    sizes = [begin, end, *entry["shape"]]
+    if not all(type(size) is int and size >= 0 for size in sizes) or end < begin or not isinstance(entry["dtype"], str):
+        raise ValueError(f"{name}: {entry}")
+    return StoredTensor(name, entry["dtype"], tuple(entry["shape"]), file, data_offset + begin, end - begin)
 
 
 def select_tensors(
     checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]], *, ignored: Iterable[str] = ()
 ) -> dict[str, StoredTensor]:
-    """Return the expected tensors by name. Raises CheckpointError with all that are missing, unexpected, misshaped or of no float dtype."""
+    """Return the expected tensors by name.
+
+    Raises CheckpointError with all that are missing, unexpected, misshaped or of no float dtype.
+    """
     found, faults = checkpoint.tensors, []
     for name, shape in expected.items():
         tensor = found.get(name)
@@ -124,9 +139,11 @@ def select_tensors(
         elif tensor.shape != shape:
             faults.append(f"{name} has shape {list(tensor.shape)}, expected {list(shape)}")
         elif tensor.dtype not in STORED_DTYPES:
-            faults.append(f"{name} is stored as {tensor.dtype}, expected {', '.join(STORED_DTYPES)}: quantised checkpoints are not supported")
+            faults.append(
+                f"{name} is stored as {tensor.dtype}, expected {', '.join(STORED_DTYPES)}: quantised checkpoints are not supported"
+            )
         elif tensor.length != STORED_DTYPES[tensor.dtype].itemsize * int(np.prod(shape, dtype=np.int64)):
-            faults.append(f"{name} holds {tensor.length} bytes, which is not what its shape {list(shape)} and {tensor.dtype} need")
+            faults.append(f"{name} holds {tensor.length} bytes, not what its shape {list(shape)} and {tensor.dtype} need")
     ignored = set(ignored)
     unexpected = [n for n in found if n not in expected and n not in ignored and not n.endswith("rotary_emb.inv_freq")]
     faults += [f"{name} is unexpected" for name in sorted(unexpected)]

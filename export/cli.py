@@ -41,8 +41,10 @@ def main(argv: list[str] | None = None) -> int:
 def _run(args: argparse.Namespace, line: ProgressLine) -> int:
     began = time.perf_counter()
     line.show("loading torch")
-    from dspark.export.bundle import ExportOptions, Progress, export_bundle  # noqa: PLC0415  torch takes seconds to import
-
+    try:
+        from dspark.export.bundle import ExportOptions, Progress, export_bundle
+    except ImportError as error:
+        raise ExportError(f'the exporter\'s packages are missing ({error}): pip install "dspark[export]"') from error
     names = set(ExportOptions.__dataclass_fields__)
     if args.verify and args.dtype == "bf16":
         raise ExportError("--verify runs on the CPU, which has no bf16 kernels: verify an export with --dtype fp32 instead")
@@ -55,7 +57,7 @@ def _run(args: argparse.Namespace, line: ProgressLine) -> int:
     report, failed = None, False
     if args.verify:
         line.show("verifying against torch")
-        from dspark.export.verify import verify_bundle  # noqa: PLC0415
+        from dspark.export.verify import verify_bundle
 
         report = verify_bundle(args.output, args.target, args.drafter)
         failed = any(not row.passed for row in report)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ _TARGET_ARCHITECTURES = ("Qwen3ForCausalLM",)
 _DRAFTER_ARCHITECTURES = ("Qwen3DSparkModel", "DSparkDraftModel")
 _NESTED_KEYS = ("dspark_config", "dflash_config")
 _MARKOV_HEADS = ("vanilla", "gated", "rnn")
+_MAX_WINDOW_LAYERS = 28
 _MISSING = object()
+_LARGEST = 10**15
+"""Beyond any size of a model; above it a number is a fault, and NaN compares false."""
 
 
 class _Reader:
@@ -27,6 +31,7 @@ class _Reader:
         self.path, self.values = path, values
         self.faults: list[str] = []
         self.unsupported: list[str] = []
+        self.placeholders: set[str] = set()
         nested = [values[key] for key in _NESTED_KEYS if isinstance(values.get(key), dict)]
         self._drafter_layers = [values, {k.removeprefix("dspark_"): v for k, v in values.items() if k.startswith("dspark_")}]
         self._drafter_layers += nested
@@ -51,19 +56,30 @@ class _Reader:
         elif kind is bool:
             if isinstance(value, bool):
                 return value
-            self.faults.append(f"{key} is {value!r}, expected true or false")
+            self.faults.append(f"{key} is {value!r:.40}, expected true or false")
         elif isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else int):
             self.faults.append(f"{key} is {value!r}, expected {'a number' if kind is float else 'an integer'}")
-        elif value < minimum:
-            self.faults.append(f"{key} is {value}, expected at least {minimum}")
+        elif not minimum <= value <= _LARGEST:
+            self.faults.append(f"{key} is {value!r:.40}, expected {minimum} to {_LARGEST:.0e}")
         else:
             return kind(value)
-        return kind(max(minimum, 1))  # a placeholder: `finish` raises before anyone uses it
+        self.placeholders.add(key)
+        return kind(max(minimum, 1))
+
+    def known(self, *keys: str) -> bool:
+        """Whether these keys had usable values: rules about placeholders would only add false faults."""
+        return not self.placeholders & set(keys)
+
+    def architectures(self) -> list[str]:
+        """Return the class names of the configuration."""
+        names = self.values.get("architectures")
+        return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
     def finish(self) -> None:
         """Raise one error with all faults, if there are any."""
         if self.unsupported:
-            raise UnsupportedConfigError(f"{self.path} asks for what dspark does not support:{numbered(self.unsupported + self.faults)}")
+            faults = numbered(self.unsupported + self.faults)
+            raise UnsupportedConfigError(f"{self.path} asks for what dspark does not support:{faults}")
         if self.faults:
             raise ConfigError(f"{self.path} is not usable:{numbered(self.faults)}")
 
@@ -72,9 +88,9 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in `path`."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise CheckpointError(f"{path} does not exist: expected a Hugging Face model directory with that file") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON ({error}): download the file again") from None
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} holds a JSON {type(values).__name__}, expected an object")
@@ -84,9 +100,10 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_target_config(directory: Path) -> TargetConfig:
     """Read a Qwen3 target's config.json. Raises ConfigError with all faults, CheckpointError when there is no such file."""
     reader = _Reader(path := directory / "config.json", read_json(path))
-    if not set(_TARGET_ARCHITECTURES) & set(reader.values.get("architectures") or []):
+    if not set(_TARGET_ARCHITECTURES) & set(reader.architectures()):
+        actual = reader.values.get("architectures")
         reader.unsupported.append(
-            f"architectures is {reader.values.get('architectures')!r}, expected {list(_TARGET_ARCHITECTURES)}: the target must be a dense Qwen3"
+            f"architectures is {actual!r:.80}, expected {list(_TARGET_ARCHITECTURES)}: the target must be a dense Qwen3"
         )
     fields = _transformer(reader)
     tied = reader.number("tie_word_embeddings", bool, default=False)
@@ -108,14 +125,15 @@ def read_drafter_config(directory: Path, mask_token_id: int | None = None) -> Dr
         if mask_token_id is None:
             reader.faults.append("mask_token_id is missing at the top level and in dspark_config / dflash_config: pass --mask-token-id")
             mask_token_id = 0
-    if not 0 <= mask_token_id < fields["vocab_size"]:
+    if reader.known("vocab_size", "mask_token_id") and not 0 <= mask_token_id < fields["vocab_size"]:
         reader.faults.append(f"mask_token_id {mask_token_id} is outside the embedding's {fields['vocab_size']} rows")
     depth = reader.drafter("num_target_layers")
     taps = _taps(reader, depth)
     rank = reader.drafter("markov_rank", minimum=0, default=0)
     kind = str(reader.drafter_value("markov_head_type") or "").lower() if rank else "none"
     if rank and kind not in _MARKOV_HEADS:
-        reader.faults.append(f"markov_head_type is {kind!r} with markov_rank {rank}, expected one of {', '.join(_MARKOV_HEADS)}")
+        expected = ", ".join(_MARKOV_HEADS)
+        reader.faults.append(f"markov_head_type is {kind!r} with markov_rank {rank}, expected one of {expected}")
     confidence = reader.drafter("enable_confidence_head", bool, default=False)
     with_markov = reader.drafter("confidence_head_with_markov", bool, default=False) if confidence else False
     if with_markov and not rank:
@@ -136,15 +154,15 @@ def read_drafter_config(directory: Path, mask_token_id: int | None = None) -> Dr
 
 def _refuse_other_drafters(reader: _Reader) -> None:
     values = reader.values
-    architectures = values.get("architectures") or []
     if "hc_mult" in values or str(values.get("model_type", "")).startswith("deepseek"):
         raise UnsupportedConfigError(
             f"{reader.path}: DeepSeek-V4 in-checkpoint drafter not supported; pass a standalone Qwen3 DSpark drafter"
         )
     if "speculators_model_type" in values:
         reader.unsupported.append("speculators_model_type: the vLLM speculators layout; pass the original DSpark checkpoint")
-    if not set(_DRAFTER_ARCHITECTURES) & set(architectures):
-        reader.unsupported.append(f"architectures is {architectures!r}, expected one of {', '.join(_DRAFTER_ARCHITECTURES)}")
+    if not set(_DRAFTER_ARCHITECTURES) & set(reader.architectures()):
+        actual = values.get("architectures")
+        reader.unsupported.append(f"architectures is {actual!r:.80}, expected one of {', '.join(_DRAFTER_ARCHITECTURES)}")
     if values.get("model_type", "qwen3") != "qwen3":
         reader.unsupported.append(f"model_type is {values['model_type']!r}, expected 'qwen3'")
     if reader.drafter_value("sample_from_anchor") is False:
@@ -157,10 +175,12 @@ def _taps(reader: _Reader, depth: int) -> tuple[int, ...]:
     taps = reader.drafter_value("target_layer_ids")
     rule = f"expected strictly increasing layer outputs in -1..{depth - 2} (-1 is the embedding's output)"
     if not isinstance(taps, list) or not taps or not all(isinstance(i, int) and not isinstance(i, bool) for i in taps):
-        reader.faults.append(f"target_layer_ids is {taps!r}, {rule}")
+        reader.faults.append(f"target_layer_ids is {taps!r:.80}, {rule}")
         return (0,)
-    if any(b <= a for a, b in zip(taps, taps[1:], strict=False)):
+    if any(b <= a for a, b in pairwise(taps)):
         reader.faults.append(f"target_layer_ids {taps} is not strictly increasing, {rule}")
+    if not reader.known("num_target_layers"):
+        return tuple(taps)
     if depth - 1 in taps:
         reader.unsupported.append(
             f"target_layer_ids {taps} taps the last layer {depth - 1}, whose published state is already normed; {rule}"
@@ -174,7 +194,7 @@ def _transformer(reader: _Reader) -> dict[str, Any]:
     heads = reader.number("num_attention_heads")
     kv_heads = reader.number("num_key_value_heads", default=heads)
     hidden, layers = reader.number("hidden_size"), reader.number("num_hidden_layers")
-    if heads % kv_heads:
+    if reader.known("num_attention_heads", "num_key_value_heads") and heads % kv_heads:
         reader.faults.append(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
     head_dim = reader.number("head_dim", default=max(1, hidden // heads))
     if head_dim % 2:
@@ -216,8 +236,8 @@ def _rope_theta(reader: _Reader) -> float:
         reader.unsupported.append(f"partial_rotary_factor is {reader.values['partial_rotary_factor']!r}, expected 1")
     if theta is None:
         reader.faults.append("rope_theta is missing, at the top level and in rope_parameters")
-    elif isinstance(theta, bool) or not isinstance(theta, (int, float)) or theta <= 0:
-        reader.faults.append(f"rope_theta is {theta!r}, expected a number above 0")
+    elif isinstance(theta, bool) or not isinstance(theta, (int, float)) or not 0 < theta <= _LARGEST:
+        reader.faults.append(f"rope_theta is {theta!r:.40}, expected a number above 0")
     else:
         return float(theta)
     return 1.0
@@ -228,14 +248,18 @@ def _refuse_sliding_windows(reader: _Reader, layers: int) -> None:
     values = reader.values
     window, types = values.get("sliding_window"), values.get("layer_types")
     if window is not None and window is not False and (not isinstance(window, int) or window < 1):
-        reader.faults.append(f"sliding_window is {window!r}, expected null or at least 1")
-    if types is None:
-        from_layer = values.get("max_window_layers", layers)
-        active = bool(values.get("use_sliding_window")) and bool(window) and from_layer < layers
-        sliding = ["sliding_attention"] if active else []
-    else:
+        reader.faults.append(f"sliding_window is {window!r:.40}, expected null or at least 1")
+    if isinstance(types, list):
         sliding = [t for t in types if t != "full_attention"]
         if len(types) != layers:
             reader.faults.append(f"layer_types has {len(types)} entries for num_hidden_layers {layers}")
+    elif types is not None:
+        sliding = []
+        reader.faults.append(f"layer_types is {types!r:.40}, expected a list")
+    else:
+        # As transformers derives it: layers from max_window_layers on slide; it defaults to 28 there.
+        from_layer = reader.number("max_window_layers", default=_MAX_WINDOW_LAYERS, minimum=0)
+        active = bool(values.get("use_sliding_window")) and bool(window) and from_layer < layers
+        sliding = ["sliding_attention"] if active else []
     if sliding:
-        reader.unsupported.append(f"layer_types holds {sliding[0]!r}; expected full attention in every layer")
+        reader.unsupported.append(f"layer_types holds {sliding[0]!r:.40}; expected full attention in every layer")

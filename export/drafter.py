@@ -36,15 +36,11 @@ class DrafterLayer(DecoderLayer):
         key_ring = ring_write(key_ring, attention.key(rows, cos, sin), start)
         return key_ring, ring_write(value_ring, attention.value(rows, cos), start)
 
-    def draft(
-        self, key_ring: Tensor, value_ring: Tensor, x: Tensor, total: Tensor, first: Tensor, cos: Tensor, sin: Tensor
-    ) -> Tensor:
+    def draft(self, key_ring: Tensor, value_ring: Tensor, x: Tensor, total: Tensor, first: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Return the layer's output `[B,T,H]` for the block rows `x`."""
         rows, attention = self.input_layernorm(x).flatten(0, 1), self.self_attn
         query, key, value = attention.query(rows, cos, sin), attention.key(rows, cos, sin), attention.value(rows, cos)
-        attended = block_attention(
-            query, key_ring, value_ring, key, value, total, first, scale=attention.scale, window=self.window
-        )
+        attended = block_attention(query, key_ring, value_ring, key, value, total, first, scale=attention.scale, window=self.window)
         return self.add_output(x, attended, cos)
 
 

@@ -162,9 +162,7 @@ class Tracer:
         weights = [v for v in initializers if isinstance(getattr(v.const_value, "raw", None), FakeTensor)]
         small = [v for v in initializers if v not in weights]
         imports = {"": self.opset, DOMAIN: VERSION}
-        view = ir.GraphView(
-            [*inputs, *weights], outputs, nodes=nodes, initializers=small, opset_imports=imports, name=plan.name
-        )
+        view = ir.GraphView([*inputs, *weights], outputs, nodes=nodes, initializers=small, opset_imports=imports, name=plan.name)
         graph = view.clone()
         for value in graph.inputs:
             value.const_value = None
@@ -253,9 +251,7 @@ class Assembly:
     `weight` returns the tensor of a parameter name; each is registered once, whatever the number of its uses.
     """
 
-    def __init__(
-        self, name: str, signature: Signature, dtype: str, opset: int, weight: Callable[[str], ir.TensorProtocol]
-    ) -> None:
+    def __init__(self, name: str, signature: Signature, dtype: str, opset: int, weight: Callable[[str], ir.TensorProtocol]) -> None:
         self._signature, self._dtype, self._weight = signature, dtype, weight
         self._inputs = {spec.name: self._value(spec) for spec in signature.inputs}
         self._weights: dict[str, ir.Value] = {}

@@ -41,9 +41,7 @@ class GraphPlan:
         return signatures(self.target, self.drafter, self.num_speculative_tokens, debug_outputs=self.debug_outputs)
 
 
-def build_graphs(
-    plan: GraphPlan, target_weight: Weight, drafter_weight: Weight, progress: Callable[[str], None]
-) -> dict[str, ir.Model]:
+def build_graphs(plan: GraphPlan, target_weight: Weight, drafter_weight: Weight, progress: Callable[[str], None]) -> dict[str, ir.Model]:
     """Trace the pair's stages and return its graphs by name; `progress` is told what is being done."""
     progress("tracing the models")
     one_layer = {"num_hidden_layers": 1, "max_position_embeddings": 1}

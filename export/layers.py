@@ -24,9 +24,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if torch.onnx.is_in_onnx_export():
             attributes = {"axis": -1, "epsilon": self.eps, "stash_type": 1}
-            return torch.onnx.ops.symbolic(
-                "::RMSNormalization", (x, self.weight.to(x.dtype)), attributes, dtype=x.dtype, shape=x.shape
-            )
+            return torch.onnx.ops.symbolic("::RMSNormalization", (x, self.weight.to(x.dtype)), attributes, dtype=x.dtype, shape=x.shape)
         f = x.float()
         f = f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight.to(x.dtype) * f.to(x.dtype)

@@ -15,9 +15,7 @@ from dspark.plugins.contract import BLOCK_ATTENTION, CACHED_ATTENTION, PLUGIN_AT
 def _node(operator: Operator, inputs: tuple[Tensor, ...], like: Tensor, **attributes: float | int) -> Tensor:
     assert tuple(attributes) == operator.attributes
     extra = PLUGIN_ATTRIBUTES if operator.plugin else {}
-    return torch.onnx.ops.symbolic(
-        operator.qualified_name, inputs, {**attributes, **extra}, dtype=like.dtype, shape=like.shape, version=1
-    )
+    return torch.onnx.ops.symbolic(operator.qualified_name, inputs, {**attributes, **extra}, dtype=like.dtype, shape=like.shape, version=1)
 
 
 def _sizes(query: Tensor, keys: Tensor) -> dict[str, int]:
@@ -71,9 +69,7 @@ def block_attention(
     return _masked_attention(query, keys, values, visible[:, None, None], scale)
 
 
-def cached_attention(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, start: Tensor, visible: Tensor, *, scale: float
-) -> Tensor:
+def cached_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, start: Tensor, visible: Tensor, *, scale: float) -> Tensor:
     """Attend from row i of `query [B,Hq,N,D]` to cache slots 0..start + i, which `visible [B,1,Q,S]` spells out."""
     if torch.onnx.is_in_onnx_export():
         inputs = (query, key_cache, value_cache, start, visible)

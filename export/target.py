@@ -1,8 +1,8 @@
 """The Qwen3 target in torch: one step over new rows with a ragged key/value cache, logits of chosen rows, and taps.
 
 Parameter names are those of Qwen3ForCausalLM without the leading `model.`. The step is split in stages (embed, one layer, head)
-so that the exporter traces one layer, not all of them. B batch rows, N new rows, M logit rows, S cache capacity, H hidden size, Q = N x query heads per
-key/value head.
+so that the exporter traces one layer, not all of them. B batch rows, N new rows, M logit rows, S cache capacity, H hidden size,
+Q = N x query heads per key/value head.
 """
 
 from __future__ import annotations
@@ -78,9 +78,7 @@ class Target(nn.Module):
         logits = self.lm_head(self.norm(chosen)).float()
         return logits.view(*logit_rows.shape, -1), torch.cat(tapped, -1)
 
-    def forward(
-        self, tokens: Tensor, start: Tensor, logit_rows: Tensor, caches: list[Tensor]
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def forward(self, tokens: Tensor, start: Tensor, logit_rows: Tensor, caches: list[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Run one step; `caches` holds key and value of each layer in turn. Returns logits, taps and the new caches."""
         x, cos, sin = self.embed(tokens, start)
         outputs, updated = {-1: x}, []

@@ -181,9 +181,7 @@ class _Reference:
 
 def _zeros(model: nn.Module, capacity: int) -> list[Tensor]:
     attention = [layer.self_attn for layer in model.layers]
-    return [
-        torch.zeros(1, a.k_proj.out_features // a.head_dim, capacity, a.head_dim) for a in attention for _ in ("key", "value")
-    ]
+    return [torch.zeros(1, a.k_proj.out_features // a.head_dim, capacity, a.head_dim) for a in attention for _ in ("key", "value")]
 
 
 def _load(model: nn.Module, tensors: Mapping[str, StoredTensor]) -> nn.Module:

@@ -69,4 +69,5 @@ def cached_attention(query: Array, key_cache: Array, value_cache: Array, start: 
 def _attend(query: Array, keys: Array, values: Array, scale: float) -> Array:
     scores = query.astype(np.float64) @ keys.astype(np.float64).T * scale
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    return weights / weights.sum(axis=-1, keepdims=True) @ values.astype(np.float64)
+    attended: Array = weights / weights.sum(axis=-1, keepdims=True) @ values.astype(np.float64)
+    return attended

@@ -29,6 +29,7 @@ DTYPES = ("fp32", "fp16", "bf16")
 _HASHED_AT_LOAD = 64 << 20
 """Files of the bundle above this size are checked by size, header and samples when loading; `dspark inspect --hash` reads them whole."""
 _SAMPLE = 1 << 16
+_LARGEST = 10**300
 
 
 @dataclass(frozen=True)
@@ -129,9 +130,9 @@ def load_bundle(directory: Path | str) -> Bundle:
     path = directory / MANIFEST
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise BundleError(f"{path} does not exist: expected a bundle directory made by dspark-export") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise BundleError(f"{path} is not JSON ({error}): export the bundle again") from None
     manifest = _manifest_from_json(raw, path)
     _raise(directory, _value_faults(manifest))
@@ -207,8 +208,11 @@ def _parse(kind: Any, value: Any, where: str, faults: list[str]) -> Any:
     if origin is types.UnionType and value is None:
         return None
     plain = arguments[0] if origin is types.UnionType else kind
-    if plain is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+    if plain is float and type(value) in (int, float):
+        if abs(value) <= _LARGEST:
+            return float(value)
+        faults.append(f"{where} is {value!r:.80}, expected a finite number")
+        return value
     if not isinstance(plain, type) or type(value) is not plain:
         faults.append(f"{where} is {value!r:.80}, expected {getattr(plain, '__name__', plain)}")
     return value
@@ -238,17 +242,26 @@ def _value_faults(m: Manifest) -> list[str]:
             f"num_speculative_tokens {k} means {k} and {k + 1}",
         ),
         (m.window >= block + 2, f"window is {m.window}, expected at least {block + 2} (block + 2)"),
-        (m.ring_capacity == ring_capacity(longest, k), f"ring_capacity is {m.ring_capacity}, expected {ring_capacity(longest, k)}"),
+        (
+            m.ring_capacity == ring_capacity(longest, k),
+            f"ring_capacity is {m.ring_capacity}, expected {ring_capacity(longest, k)}",
+        ),
         (
             m.cache_capacity == cache_capacity(m.limits.max_seq_len, k),
             f"cache_capacity is {m.cache_capacity}, expected {cache_capacity(m.limits.max_seq_len, k)}",
         ),
         (min(dataclasses.astuple(m.limits)) >= 1, f"limits are {m.limits}, expected at least 1 each"),
-        (0 <= m.drafter.mask_token_id < m.drafter.vocab_size, f"mask_token_id {m.drafter.mask_token_id} is outside the vocabulary"),
+        (
+            0 <= m.drafter.mask_token_id < m.drafter.vocab_size,
+            f"mask_token_id {m.drafter.mask_token_id} is outside the vocabulary",
+        ),
         (m.target.vocab_size == m.drafter.vocab_size, "the vocabularies of target and drafter differ"),
     ]
     faults = [fault for holds, fault in checks if not holds]
-    faults += [f"files lacks {g}.onnx" for g in GRAPHS if f"{g}.onnx" not in m.files]
+    needed = [f"{graph}.onnx" for graph in GRAPHS] + ([WEIGHTS] if m.weights.root is None else [])
+    faults += [f"files lacks {name}" for name in needed if name not in m.files]
+    if m.weights.root is not None and not Path(m.weights.root).is_absolute():
+        faults.append(f"weights.root is {m.weights.root!r}, expected an absolute path")
     inside = [*m.files, *m.weights.files]
     faults += [f"path {name!r} leaves its folder" for name in inside if not _is_inside(name)]
     return faults

@@ -82,9 +82,7 @@ def _prompts(args: argparse.Namespace) -> Iterator[Prompt]:
             fields = json.loads(line)
             yield next(fields[key] for key in ("ids", "messages", "text") if key in fields)
         except (json.JSONDecodeError, TypeError, StopIteration):
-            raise RequestError(
-                f"{args.prompt_file}, line {number}: expected a JSON object with ids, messages or text"
-            ) from None
+            raise RequestError(f"{args.prompt_file}, line {number}: expected a JSON object with ids, messages or text") from None
 
 
 def _as_message(llm: LLM, prompt: Prompt, *, raw: bool) -> Prompt:
@@ -214,8 +212,14 @@ def _describe_bundle(bundle: Bundle) -> str:
         ("graphs", f"{m.dtype}, opset {m.opset}, operator contract {m.ops_contract}; runs on {need}"),
         ("weights", f"{place}; {size / 1e6:.1f} MB in the bundle"),
         ("target", f"Qwen3, {t.num_hidden_layers} layers, hidden {t.hidden_size}, vocabulary {t.vocab_size}"),
-        ("drafter", f"DSpark, {d.num_hidden_layers} layers, block {d.block_size}, taps {list(d.target_layer_ids)}, {heads}, {confidence}"),
-        ("proposals", f"{m.num_speculative_tokens} a round, verify width {m.num_speculative_tokens + 1}, mask token {d.mask_token_id}"),
+        (
+            "drafter",
+            f"DSpark, {d.num_hidden_layers} layers, block {d.block_size}, taps {list(d.target_layer_ids)}, {heads}, {confidence}",
+        ),
+        (
+            "proposals",
+            f"{m.num_speculative_tokens} a round, verify width {m.num_speculative_tokens + 1}, mask token {d.mask_token_id}",
+        ),
         ("window", f"{m.window} positions, ring of {m.ring_capacity} rows"),
         ("limits", f"{limits.max_batch_size} requests, {limits.max_seq_len} tokens each, prefill chunks of {limits.max_chunk}"),
         ("state", f"at most {caches / 1e6:.1f} MB of caches and {rings / 1e6:.1f} MB of rings a request"),

@@ -129,7 +129,8 @@ class Decoder:
             tokens = self._verify_tokens(requests, view, width, proposals)
             self._verified = self._target.verify(ids, Rows(view, tokens))
         with _timed(requests, "accept"):
-            accepted, following = self._accept(self._verified.logits, counts, proposals and proposals.verify_tokens)
+            drafted = None if proposals is None else proposals.verify_tokens
+            accepted, following = self._accept(self._verified.logits, counts, drafted)
         return [
             self._commit(request, proposals, row, int(counts[row]), int(accepted[row]), int(following[row]))
             for request, row in zip(requests, view.rows, strict=True)
@@ -156,9 +157,7 @@ class Decoder:
             tokens.write(anchors)
         return tokens
 
-    def _commit(
-        self, request: Request, proposals: Proposals | None, row: int, count: int, accepted: int, following: int
-    ) -> list[int]:
+    def _commit(self, request: Request, proposals: Proposals | None, row: int, count: int, accepted: int, following: int) -> list[int]:
         """Commit the anchor and the accepted proposals; emit these proposals and the next token."""
         drafted: Array = np.zeros(0, np.int64) if proposals is None else proposals.verify_tokens.read()[row, 1 : 1 + accepted]
         self._target.commit(request.id, accepted + 1)

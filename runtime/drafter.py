@@ -158,7 +158,7 @@ class Drafter:
             draft.tensors[name].write(values)
         draft.run()
         self._total[slots] = total
-        debug = {name: draft.tensors[name] for name in ("block_hidden", "draft_logits") if name in draft.tensors}
+        debug: dict[str, Tensor] = {n: draft.tensors[n] for n in ("block_hidden", "draft_logits") if n in draft.tensors}
         return Proposals(view, draft.tensors["verify_tokens"], draft.tensors.get("confidence_logits"), debug)
 
     def _check_propose(

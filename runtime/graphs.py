@@ -61,9 +61,7 @@ def _with_state(
     )
 
 
-def signatures(
-    target: TargetConfig, drafter: DrafterConfig, num_speculative_tokens: int, *, debug_outputs: bool
-) -> dict[str, Signature]:
+def signatures(target: TargetConfig, drafter: DrafterConfig, num_speculative_tokens: int, *, debug_outputs: bool) -> dict[str, Signature]:
     """Return the signature of every graph of a pair that serves `num_speculative_tokens` (K) proposals a round."""
     k, block, vocabulary = num_speculative_tokens, drafter.block_size, drafter.vocab_size
     taps = TensorSpec("taps", MODEL_DTYPE, ("B", "N", drafter.taps_width))
@@ -82,9 +80,7 @@ def signatures(
         ]
     return {
         CONTEXT: _with_state([taps, _int("start", "B")], [], rings, ring),
-        DRAFT: _with_state(
-            [taps, _int("start", "B"), _int("total", "B"), _int("first", "B"), _int("anchor", "B")], drafted, rings, ring
-        ),
+        DRAFT: _with_state([taps, _int("start", "B"), _int("total", "B"), _int("first", "B"), _int("anchor", "B")], drafted, rings, ring),
         TARGET: _with_state(
             [_int("tokens", "B", "N"), _int("start", "B"), _int("logit_rows", "B", "M")],
             [_float("logits", "B", "M", vocabulary), taps],

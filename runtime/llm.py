@@ -49,7 +49,7 @@ class LLM:
     """A target with its drafter, loaded from a bundle.
 
     `speculative=False` decodes plainly on the same target graph. `num_speculative_tokens` may be less than the bundle serves;
-    `max_seq_len` may be less than it allows. `threads` is the size of the process's ONNX Runtime pool (default: one a physical core).
+    `max_seq_len` may be less than it allows. `threads` is the number of threads a graph runs on (default: one a physical core).
     """
 
     def __init__(

@@ -17,18 +17,18 @@ from dspark.runtime.engine import Array, Tensor, check_binding, numpy_dtype
 from dspark.runtime.errors import EngineError
 from dspark.runtime.graphs import GRAPHS, Signature, signatures
 
-_WARNING = 2
-
-# Sessions with thread pools of their own fight for the cores while each pool spins: a round of the example pair took 7.6 ms with two
-# threads per session, 2.6 ms with one pool for all (2 cores). ONNX Runtime has one such pool a process, made once.
-_pool_threads: int | None = None
+# Each session has a thread pool of its own. A pool that goes on spinning after its run takes the cores from the next session: a round of
+# the example pair took 7.6 ms with two threads, 2.7 ms with pools that stop (2 cores). One pool for all sessions is no faster, and makes
+# every other session of the process fail that does not ask for it.
+_STOP_SPINNING = "session.force_spinning_stop"
+_WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 
 
 class HostTensor:
     """A numpy array that ONNX Runtime reads and writes where it is."""
 
     def __init__(self, array: Array) -> None:
-        import onnxruntime  # noqa: PLC0415
+        import onnxruntime
 
         self.array = array
         self.value = onnxruntime.OrtValue.ortvalue_from_numpy(array)
@@ -65,7 +65,7 @@ class _BoundGraph:
 class OnnxRuntimeEngine:
     """Runs a bundle's graphs with ONNX Runtime on the CPU.
 
-    `threads` is the size of the pool that all engines of the process share (default: one a physical core); the first engine decides.
+    `threads` is the number of threads a graph runs on (default: one a physical core).
     """
 
     def __init__(self, bundle: Bundle, *, threads: int | None = None, log_severity: int = 3) -> None:
@@ -81,8 +81,9 @@ class OnnxRuntimeEngine:
                 f"{bundle.directory} is a bf16 bundle, and ONNX Runtime's CPU provider has no bf16 MatMul: "
                 "export again with --dtype fp32 to run on the CPU"
             )
-        _share_threads(threads)
-        self._sessions = {graph: self._session(bundle, graph, log_severity) for graph in GRAPHS}
+        if threads is not None and threads < 1:
+            raise EngineError(f"threads is {threads}, expected at least 1")
+        self._sessions = {graph: self._session(bundle, graph, threads or 0, log_severity) for graph in GRAPHS}
 
     def allocate(self, shape: tuple[int, ...], dtype: str) -> HostTensor:
         return HostTensor(np.zeros(shape, numpy_dtype(dtype, self.manifest)))
@@ -94,15 +95,15 @@ class OnnxRuntimeEngine:
         assert len(ours) == len(tensors), "tensors of another engine"
         return _BoundGraph(self._sessions[graph], signature, ours)
 
-    def _session(self, bundle: Bundle, graph: str, log_severity: int) -> Any:
-        import onnxruntime  # noqa: PLC0415
+    def _session(self, bundle: Bundle, graph: str, threads: int, log_severity: int) -> Any:
+        import onnxruntime
 
         options = onnxruntime.SessionOptions()
         options.log_severity_level = log_severity
-        options.use_per_session_threads = False
-        root = self.manifest.weights.root
-        if root is not None:
-            options.add_session_config_entry("session.model_external_initializers_file_folder_path", root)
+        options.intra_op_num_threads = threads
+        options.add_session_config_entry(_STOP_SPINNING, "1")
+        if self.manifest.weights.root is not None:
+            options.add_session_config_entry(_WEIGHTS_FOLDER, self.manifest.weights.root)
         path = bundle.graph_path(graph)
         try:
             session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
@@ -114,24 +115,3 @@ class OnnxRuntimeEngine:
         if names != expected:
             raise EngineError(f"{path} has inputs and outputs {names}, its manifest means {expected}: export the bundle again")
         return session
-
-
-def _share_threads(threads: int | None) -> None:
-    """Make the process's thread pool, once."""
-    global _pool_threads  # noqa: PLW0603  the pool is ONNX Runtime's own process-wide state
-    import onnxruntime  # noqa: PLC0415
-
-    if threads is not None and threads < 1:
-        raise EngineError(f"threads is {threads}, expected at least 1")
-    if _pool_threads is None:
-        try:
-            onnxruntime.set_global_thread_pool_sizes(threads or 0, 1)
-        except RuntimeError as error:
-            if threads is not None:
-                raise EngineError(f"threads {threads} cannot be set: another part of this process made the pool ({error})") from None
-        _pool_threads = threads or 0
-    elif threads is not None and threads != _pool_threads:
-        raise EngineError(
-            f"threads is {threads}, but this process already runs ONNX Runtime with "
-            f"{_pool_threads or 'one thread a physical core'}: the first engine decides"
-        )

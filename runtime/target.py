@@ -104,8 +104,8 @@ class Qwen3Target:
         proposals = self._manifest.num_speculative_tokens
         if n > proposals + 1:
             raise LimitError(
-                f"{n} rows to verify: this bundle serves {proposals} proposals a round, so at most {proposals + 1} rows (the anchor and the "
-                f"proposals) of a block of {self._manifest.drafter.block_size}"
+                f"{n} rows to verify: this bundle serves {proposals} proposals a round, so at most {proposals + 1} rows (the anchor and "
+                f"the proposals) of a block of {self._manifest.drafter.block_size}"
             )
         if tokens.view != view:
             raise RequestError(f"tokens of slots {tokens.view}, the requests hold {view}")

@@ -22,12 +22,12 @@ class Tokenizer:
     """A Hugging Face tokenizer.json with its chat template."""
 
     def __init__(self, directory: Path) -> None:
-        from tokenizers import Tokenizer as Backend  # noqa: PLC0415
+        from tokenizers import Tokenizer as Backend
 
         path = directory / "tokenizer.json"
         try:
             self._backend = Backend.from_file(str(path))
-        except Exception as error:  # noqa: BLE001  tokenizers raises bare Exception
+        except Exception as error:
             raise BundleError(f"{path} cannot be read ({error}): export the bundle again") from error
         self._config = _read_json(directory / "tokenizer_config.json")
         template = directory / "chat_template.jinja"
@@ -64,8 +64,8 @@ class Tokenizer:
 
         DSpark drafters are trained on answers without thinking, so `enable_thinking` is false unless asked for.
         """
-        from jinja2 import TemplateError  # noqa: PLC0415
-        from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: PLC0415
+        from jinja2 import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         if self._template is None:
             raise RequestError("this bundle has no chat template: pass the prompt as text or token ids")
@@ -136,7 +136,7 @@ def _ids(eos: int | list[int] | None) -> Iterator[int]:
 
 
 def _raise_template_error(message: str) -> None:
-    from jinja2 import TemplateError  # noqa: PLC0415
+    from jinja2 import TemplateError
 
     raise TemplateError(message)
 

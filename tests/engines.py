@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from dspark.runtime.bundle import load_bundle
 from dspark.runtime.decode import Decoder, Request
 from dspark.runtime.drafter import Drafter, Proposals
@@ -33,7 +31,11 @@ class Parts:
     def decoder(self, drafter: Any = None, **limits: int) -> Decoder:
         """Return a decoder over these parts."""
         manifest = self.engine.manifest
-        options = {"num_speculative_tokens": manifest.num_speculative_tokens, "max_seq_len": manifest.limits.max_seq_len, **limits}
+        options = {
+            "num_speculative_tokens": manifest.num_speculative_tokens,
+            "max_seq_len": manifest.limits.max_seq_len,
+            **limits,
+        }
         return Decoder(self.engine, self.slots, self.target, drafter or self.drafter, **options)
 
 

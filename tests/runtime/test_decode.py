@@ -194,7 +194,7 @@ def test_slots_leave_each_other_alone(small_bundle: Path, greedy: list[int], cap
     no warning that a state tensor was copied instead of written in place.
     """
     parts = open_parts(small_bundle)
-    prompts = {"a": PROMPT, "b": PROMPT[::-1] + [5, 6, 7], "c": (PROMPT * 8)[:37]}
+    prompts = {"a": PROMPT, "b": [*PROMPT[::-1], 5, 6, 7], "c": (PROMPT * 8)[:37]}
     alone = {name: decode(open_parts(small_bundle), None, request(prompt, 30)).output for name, prompt in prompts.items()}
     assert alone["a"] == greedy[:30]
     rights = {"a": [7, 0, 3], "b": [1, 6, 2, 4], "c": [5, 0, 7]}
@@ -281,9 +281,7 @@ def test_verify_width_is_checked(export: Export, small_pair: Path) -> None:
     parts.slots.admit("r")
     parts.target.prefill("r", PROMPT)
     tokens = Rows(parts.slots.view(["r"]), parts.engine.allocate((1, 8), "int64"))
-    with pytest.raises(
-        LimitError, match=r"8 rows to verify: this bundle serves 6 proposals a round, so at most 7 rows .* a block of 7"
-    ):
+    with pytest.raises(LimitError, match=r"8 rows to verify: this bundle serves 6 proposals a round, so at most 7 rows .* a block of 7"):
         parts.target.verify(["r"], tokens)
     with pytest.raises(LimitError, match=r"num_speculative_tokens is 7, this bundle serves 1\.\.6 proposals \(verify width 7\)"):
         LLM(bundle, num_speculative_tokens=7)

@@ -42,9 +42,7 @@ def draft_logits(parts: Parts, name: str, anchor: int, **more: object) -> np.nda
     return proposals.debug["draft_logits"].read()[0].copy()
 
 
-def assert_equals(
-    parts: Parts, drafter: oracle.Drafter, name: str, taps: np.ndarray, *, first: int = 0, window: int = WINDOW
-) -> None:
+def assert_equals(parts: Parts, drafter: oracle.Drafter, name: str, taps: np.ndarray, *, first: int = 0, window: int = WINDOW) -> None:
     """Draft behind all of `taps` and compare logits, tokens and confidence with the windowed oracle."""
     expected = drafter.windowed(taps, len(taps), 17, window=window, first=first)
     proposals = parts.drafter.propose([name], [17], positions=[len(taps)])

@@ -1,0 +1,273 @@
+"""Exporting whole bundles: atomic, reproducible, movable or honest about it, by reference through links, at any size."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import GOLDEN, PAIR, SMALL, Export
+from random_pair import Shape, drafter_config, drafter_tensors, target_config, target_tensors, write_checkpoint, write_pair
+from safetensors import safe_open
+
+from dspark.export import bundle as bundle_module
+from dspark.export.bundle import ExportOptions, export_bundle
+from dspark.export.pair import load_pair
+from dspark.export.weights import Weights
+from dspark.runtime import LLM, SamplingParams
+from dspark.runtime.bundle import MANIFEST, WEIGHTS, load_bundle
+from dspark.runtime.errors import BundleError, CheckpointError, ConfigError, EngineError, ExportError
+
+OPTIONS = {"ctx_window": 32, "debug_outputs": True, "max_chunk": 64, "max_batch_size": 4}
+
+
+def export_small(pair: Path, output: Path, **options: object) -> Path:
+    export_bundle(pair / "target", pair / "drafter", output, ExportOptions(**(OPTIONS | options)))
+    return output
+
+
+def generate(bundle: Path, tokens: int = 12) -> list[int]:
+    return LLM(bundle).generate([[5, 9, 250]], SamplingParams(max_tokens=tokens, ignore_eos=True))[0].token_ids
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+
+
+def test_two_exports_are_byte_identical(tmp_path: Path) -> None:
+    """Two processes, two output names, the same bytes in every file."""
+    pair = GOLDEN / "small_vocab"
+    for name in ("one", "other"):
+        command = [sys.executable, "-m", "dspark.export.cli", str(pair / "target"), str(pair / "drafter"), str(tmp_path / name)]
+        subprocess.run([*command, "--copy-weights", "-q"], check=True)
+    assert contents(tmp_path / "one") == contents(tmp_path / "other")
+    assert {MANIFEST, WEIGHTS} < contents(tmp_path / "one").keys()
+
+
+def test_a_bundle_with_its_weights_moves(small_pair: Path, small_bundle: Path, tmp_path: Path) -> None:
+    copied = export_small(small_pair, tmp_path / "copied", copy_weights=True)
+    moved = copied.rename(tmp_path / "moved")
+    assert generate(moved) == generate(small_bundle)
+    (moved / WEIGHTS).unlink()
+    with pytest.raises(BundleError, match=r"weights/model\.safetensors is missing"):
+        LLM(moved)
+
+
+def test_by_reference_names_the_missing_checkpoint(small_pair: Path, tmp_path: Path) -> None:
+    """Weights stay where they are; when they go, the message has the path and the remedy."""
+    pair = tmp_path / "pair"
+    shutil.copytree(small_pair, pair)
+    bundle = export_small(pair, tmp_path / "bundle")
+    assert not (bundle / "weights").exists()
+    assert sum(path.stat().st_size for path in bundle.iterdir()) < 500_000
+    moved = bundle.rename(tmp_path / "elsewhere")
+    assert len(generate(moved)) == 12
+    pair.rename(tmp_path / "gone")
+    expected = f"checkpoint file {pair}/target/model.safetensors is missing.*--copy-weights"
+    with pytest.raises(BundleError, match=f"(?s){expected}"):
+        LLM(moved)
+    (tmp_path / "gone").rename(pair)
+    weights = pair / "target" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(BundleError, match="is not the one the bundle was exported from"):
+        LLM(moved)
+
+
+def test_hugging_face_cache(small_bundle: Path, tmp_path: Path) -> None:
+    """Snapshots of links into blobs, two repositories of one cache, the target in three shards: by reference, and it runs."""
+    plain, hub = tmp_path / "plain", tmp_path / "hub"
+    write_pair(plain, SMALL, dtype="fp32", deviation=0.15, shards=3)
+    snapshots = {}
+    for model in ("target", "drafter"):
+        repository = hub / f"models--org--{model}"
+        snapshots[model] = repository / "snapshots" / "0123abcd"
+        snapshots[model].mkdir(parents=True)
+        (repository / "blobs").mkdir()
+        for number, file in enumerate(sorted((plain / model).iterdir())):
+            blob = repository / "blobs" / f"{number:064x}"
+            shutil.copyfile(file, blob)
+            (snapshots[model] / file.name).symlink_to(Path("../../blobs") / blob.name)
+    output = tmp_path / "bundle"
+    export_bundle(snapshots["target"], snapshots["drafter"], output, ExportOptions(**OPTIONS))
+    manifest = load_bundle(output).manifest
+    assert manifest.weights.root == str(hub)
+    assert len(manifest.weights.files) == 4
+    assert all("/blobs/" in name for name in manifest.weights.files)
+    assert len(generate(output)) == 12
+    assert generate(output) == generate(export_small(plain, tmp_path / "again", copy_weights=True))
+
+
+def test_tied_and_shared_weights_are_stored_once(tmp_path: Path) -> None:
+    """A tied head is the embedding; a drafter's byte copies of the target's tables, and missing ones, are not stored again."""
+    tied = replace(SMALL, tied=True)
+    write_checkpoint(tmp_path / "target", target_config(tied), target_tensors(tied), dtype="bf16", seed=1)
+    own = {name: size for name, size in drafter_tensors(tied).items() if name not in ("embed_tokens.weight", "lm_head.weight")}
+    write_checkpoint(tmp_path / "drafter", drafter_config(tied), own, dtype="bf16", seed=2)
+    weights = Weights(load_pair(tmp_path / "target", tmp_path / "drafter"), "fp32", copy=False)
+    assert weights.inside
+    assert len([n for n, t in weights.tensors.items() if t.shape == (320, 64)]) == 1
+    published = Weights(load_pair(PAIR / "target", PAIR / "drafter"), "fp32", copy=False)
+    assert [n for n, t in published.tensors.items() if t.shape == (2048, 192)] == ["target.embed_tokens.weight"]
+
+
+def test_converted_weights_are_exact(pair_bundle: Path) -> None:
+    """bf16 to fp32 keeps every value; the file is a valid safetensors file."""
+    with safe_open(pair_bundle / WEIGHTS, "numpy") as ours, safe_open(PAIR / "target" / "model.safetensors", "pt") as theirs:
+        for name in ("model.layers.3.mlp.up_proj.weight", "model.norm.weight"):
+            np.testing.assert_array_equal(ours.get_tensor(name.replace("model.", "target.")), theirs.get_tensor(name).float().numpy())
+
+
+def test_float16_beyond_its_range_is_refused(tmp_path: Path) -> None:
+    write_pair(tmp_path, SMALL, dtype="fp32", deviation=3e4)
+    with pytest.raises(ExportError, match=r"holds values beyond float16's 65504: export with --dtype fp32 or bf16"):
+        export_small(tmp_path, tmp_path / "bundle", dtype="fp16")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["drafter", "target"]
+
+
+def test_bf16_is_refused_on_the_cpu(tmp_path: Path) -> None:
+    """Case G2: at load, with the remedy, not an obscure kernel error."""
+    write_pair(tmp_path, SMALL)
+    bundle = export_small(tmp_path, tmp_path / "bundle", dtype="bf16")
+    assert load_bundle(bundle).manifest.weights.root is not None
+    with pytest.raises(EngineError, match=r"bf16 bundle.*no bf16 MatMul.*--dtype fp32"):
+        LLM(bundle)
+
+
+def test_an_existing_output_is_not_touched(small_bundle: Path, small_pair: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "mine.txt").write_text("keep")
+    for overwrite in (False, True):
+        with pytest.raises(ExportError, match="is not empty and is no bundle"):
+            export_small(small_pair, output, overwrite=overwrite)
+    assert contents(output) == {"mine.txt": b"keep"}
+    bundle = tmp_path / "bundle"
+    shutil.copytree(small_bundle, bundle)
+    with pytest.raises(ExportError, match=r"already holds a bundle.*--overwrite"):
+        export_small(small_pair, bundle)
+    export_small(small_pair, bundle, overwrite=True)
+    assert contents(bundle) == contents(small_bundle)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ExportError, match="exists and is no directory"):
+        export_small(small_pair, tmp_path / "file")
+
+
+def test_a_failure_leaves_nothing(small_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_arguments: object, **_options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(bundle_module, "record_files", fail)
+    with pytest.raises(OSError, match="No space left"):
+        export_small(small_pair, tmp_path / "bundle")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("after", ["tracing the models", "checking the graphs"])
+def test_interrupt_leaves_nothing(tmp_path: Path, after: str) -> None:
+    """SIGINT at any time: exit code 130 within five seconds, nothing at the output or beside it."""
+    pair = GOLDEN / "vanilla"
+    command = [
+        sys.executable,
+        "-m",
+        "dspark.export.cli",
+        str(pair / "target"),
+        str(pair / "drafter"),
+        str(tmp_path / "out"),
+        "-v",
+    ]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if after in line:
+            break
+    process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    rest = process.communicate(timeout=20)[1]
+    assert process.returncode == 130, rest
+    assert time.monotonic() - began < 5
+    assert "interrupted; nothing was written" in rest
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_speculative_tokens": 0}, r"num_speculative_tokens is 0, expected 1\.\.7"),
+        ({"num_speculative_tokens": 8}, r"num_speculative_tokens is 8, expected 1\.\.7"),
+        ({"ctx_window": 8}, r"the minimum is 9"),
+        ({"max_batch_size": 0}, "max_batch_size is 0"),
+        ({"max_seq_len": 513}, "max_seq_len is 513, the target's max_position_embeddings is 512"),
+        ({"max_seq_len": 1}, "max_seq_len is 1"),
+        ({"max_chunk": 0}, "max_chunk is 0"),
+        ({"opset": 23}, "opset is 23"),
+        ({"dtype": "int3"}, "dtype is 'int3'"),
+        ({"mask_token_id": 320}, "mask_token_id 320 is outside"),
+        ({"max_chunk": 0, "opset": 26, "ctx_window": 1}, r"(?s)ctx_window is 1.*max_chunk is 0.*opset is 26"),
+    ],
+)
+def test_refused_options(small_pair: Path, tmp_path: Path, options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        export_small(small_pair, tmp_path / "bundle", **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_damaged_checkpoints_are_named(small_pair: Path, tmp_path: Path) -> None:
+    pair = tmp_path / "pair"
+    shutil.copytree(small_pair, pair)
+    weights = pair / "drafter" / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-10])
+    with pytest.raises(CheckpointError, match=rf"{weights} is truncated"):
+        export_small(pair, tmp_path / "bundle")
+    data = bytearray(whole)
+    data[-4:] = np.float32(np.nan).tobytes()
+    weights.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"not-a-number entries: drafter\."):
+        export_small(pair, tmp_path / "bundle", check_finite=True)
+    with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
+        export_small(tmp_path / "nowhere", tmp_path / "bundle")
+
+
+@pytest.mark.parametrize("opset", [24, 25])
+def test_opsets(export: Export, opset: int) -> None:
+    pair = GOLDEN / "small_vocab"
+    bundle = export(pair, opset=opset, copy_weights=True)
+    (output,) = LLM(bundle).generate([[1, 2, 3]], SamplingParams(max_tokens=20, ignore_eos=True))
+    (plain,) = LLM(bundle).generate([[1, 2, 3]], SamplingParams(max_tokens=20, ignore_eos=True), speculative=False)
+    assert output.token_ids == plain.token_ids
+
+
+def test_limits_and_sizes_are_recorded(small_bundle: Path, small_pair: Path, export: Export) -> None:
+    manifest = load_bundle(small_bundle).manifest
+    assert (manifest.window, manifest.ring_capacity, manifest.cache_capacity) == (32, 48, 528)
+    assert manifest.conventions.verify_width == 8
+    raw = json.loads((small_bundle / MANIFEST).read_text())
+    assert raw["drafter"]["target_layer_ids"] == [1, 3, 4]
+    full = load_bundle(export(small_pair, ctx_window="full", debug_outputs=True)).manifest
+    assert (full.window, full.ring_capacity) == (512, 528)
+
+
+@pytest.mark.slow
+def test_weights_beyond_two_gigabytes(tmp_path: Path) -> None:
+    """Protobuf holds 2 GB; 2.3 GB of weights lie beside a small graph, and the directory moves (case G1)."""
+    shape = Shape(1024, 2048, 2, 8, 4, 128, False, (0,), vocabulary=151936, drafter_layers=1, rank=64, positions=128)
+    write_pair(tmp_path / "pair", shape, sparse=True)
+    bundle = tmp_path / "bundle"
+    export_bundle(tmp_path / "pair" / "target", tmp_path / "pair" / "drafter", bundle, ExportOptions(dtype="fp32"))
+    assert all(path.stat().st_size < 10_000_000 for path in bundle.glob("*.onnx"))
+    moved = bundle.rename(tmp_path / "moved")
+    assert (moved / WEIGHTS).stat().st_size > 1_200_000_000
+    assert len(generate(moved, 4)) == 4
+    with (moved / WEIGHTS).open("r+b") as handle:
+        handle.truncate(1_000_000_000)
+    with pytest.raises(BundleError, match="1000000000 bytes, expected"):
+        LLM(moved)

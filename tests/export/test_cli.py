@@ -1,0 +1,114 @@
+"""`dspark-export` as a command: messages, exit codes, JSON, verification."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import GOLDEN
+
+from dspark.export import cli, verify
+
+PAIR = [str(GOLDEN / "small_vocab" / "target"), str(GOLDEN / "small_vocab" / "drafter")]
+
+
+def test_json_summary_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cli.main([*PAIR, str(tmp_path / "out"), "--json", "--verify"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["manifest"]["dtype"] == "fp32"
+    rows = {row["name"]: row for row in summary["verify"]}
+    assert {
+        "prefill logits",
+        "drafted tokens",
+        "confidence logits",
+        "verify taps",
+        "ring rows",
+        "cache rows",
+        "accepted",
+    } <= rows.keys()
+    assert all(row["passed"] and row["difference"] <= row["tolerance"] for row in rows.values())
+    assert rows["verify logits"]["difference"] > 0
+    # The same pair with a tolerance that nothing meets: the exit code says so, and the bundle stays.
+    monkeypatch.setitem(verify._TOLERANCE, "fp32", 1e-12)
+    assert cli.main([*PAIR, str(tmp_path / "out"), "--overwrite", "--verify"]) == 1
+    assert "FAIL verify logits" in capsys.readouterr().out
+    assert (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_verify_sees_another_checkpoint(tmp_path: Path) -> None:
+    """The comparison can fail: a bundle against the weights of another pair of its shape."""
+    bundle = tmp_path / "out"
+    assert cli.main([str(GOLDEN / "vanilla" / "target"), str(GOLDEN / "vanilla" / "drafter"), str(bundle), "-q"]) == 0
+    report = verify.verify_bundle(bundle, GOLDEN / "vanilla" / "target", GOLDEN / "vanilla" / "drafter")
+    assert all(row.passed for row in report)
+    swapped = verify.verify_bundle(bundle, GOLDEN / "rnn" / "target", GOLDEN / "vanilla" / "drafter")
+    assert not all(row.passed for row in swapped)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["/nowhere", "/nowhere", "OUT"], "/nowhere/config.json does not exist"),
+        ([*PAIR, "OUT", "--ctx-window", "3"], "the minimum is 9"),
+        ([*PAIR, "OUT", "--num-speculative-tokens", "8"], "expected 1..7"),
+        ([*PAIR, "OUT", "--mask-token-id", "999"], "mask_token_id 999 is outside the embedding's 9 rows"),
+        ([*PAIR, "OUT", "--dtype", "bf16", "--verify"], "--verify runs on the CPU"),
+        ([PAIR[1], PAIR[1], "OUT"], "expected ['Qwen3ForCausalLM']"),
+        ([PAIR[0], PAIR[0], "OUT"], "expected one of Qwen3DSparkModel, DSparkDraftModel"),
+    ],
+)
+def test_refusals(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(tmp_path / "out") if a == "OUT" else a for a in arguments]
+    assert cli.main(arguments) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_output_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert cli.main([*PAIR, str(tmp_path / "file" / "out")]) == 2
+    assert "Not a directory" in capsys.readouterr().err
+
+
+def test_help_and_bad_arguments_need_no_torch(tmp_path: Path) -> None:
+    """The help comes at once, without the export extra."""
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-m", "dspark.export.cli", "--help"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0
+    assert "--ctx-window W|full" in result.stdout
+    result = subprocess.run(
+        [sys.executable, "-m", "dspark.export.cli", *PAIR, "out"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 2
+    assert 'pip install "dspark[export]"' in result.stderr
+
+
+def test_progress_on_a_terminal_only(tmp_path: Path) -> None:
+    """Progress is one line that is cleared; a pipe gets none of it."""
+    controller, terminal = pty.openpty()
+    command = [sys.executable, "-m", "dspark.export.cli", *PAIR, str(tmp_path / "out")]
+    process = subprocess.Popen(command, stderr=terminal, stdout=subprocess.PIPE, text=True)
+    os.close(terminal)
+    shown = b""
+    while chunk := _read(controller):
+        shown += chunk
+    assert process.wait() == 0
+    assert b"tracing the models" in shown
+    assert shown.rstrip().endswith(b"\x1b[K")
+    assert process.stdout is not None
+    assert "7 proposals a round" in process.stdout.read()
+
+
+def _read(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, 4096)
+    except OSError:
+        return b""

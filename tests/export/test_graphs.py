@@ -1,0 +1,119 @@
+"""The exported ONNX files: what is in them, that they load anywhere, and that run-time sizes stay free."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx.inliner
+import onnxruntime
+import pytest
+from conftest import GOLDEN, SMALL, Export
+from engines import open_parts
+from random_pair import write_pair
+
+from dspark.plugins.contract import DOMAIN, PLUGIN_ATTRIBUTES
+from dspark.runtime.graphs import GRAPHS, signatures
+
+
+@pytest.fixture(scope="module")
+def bundle(export: Export) -> Path:
+    return export(GOLDEN / "vanilla", ctx_window="full", debug_outputs=True, copy_weights=True)
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_domains_functions_and_attributes(bundle: Path, graph: str) -> None:
+    """Only our three operators beside the standard ones, each with its function; none is left after inlining (case G6)."""
+    path = bundle / f"{graph}.onnx"
+    onnx.checker.check_model(str(path), full_check=True)
+    model = onnx.load(path, load_external_data=False)
+    ours = {node.op_type for node in model.graph.node if node.domain == DOMAIN}
+    expected = {
+        "context": {"RingWrite"},
+        "draft": {"RingWrite", "BlockAttention"},
+        "target": {"CachedAttention"},
+        "accept": set(),
+    }
+    assert ours == expected[graph] == {function.name for function in model.functions}
+    assert {node.domain for node in model.graph.node} <= {"", DOMAIN}
+    for node in model.graph.node:
+        if node.op_type in ("RingWrite", "BlockAttention"):
+            attributes = {a.name: a.s.decode() for a in node.attribute if a.type == onnx.AttributeProto.STRING}
+            assert attributes == PLUGIN_ATTRIBUTES
+    inlined = onnx.inliner.inline_local_functions(model)
+    assert {node.domain for node in inlined.graph.node} == {""}
+    assert path.stat().st_size < 1_000_000
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_state_has_one_reader(bundle: Path, graph: str) -> None:
+    """The write is the state input's only consumer, in the file as loaded: ONNX Runtime then writes in place."""
+    model = onnx.load(bundle / f"{graph}.onnx", load_external_data=False)
+    states = [i.name for i in model.graph.input if "_ring." in i.name or "_cache." in i.name]
+    assert len(states) == {"context": 4, "draft": 4, "target": 12, "accept": 0}[graph]
+    for name in states:
+        readers = [node for node in model.graph.node if name in node.input]
+        assert [node.op_type for node in readers] in (["RingWrite"], ["TensorScatter"])
+        assert list(readers[0].output) == [f"{name}.updated"]
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_signature_and_free_sizes(bundle: Path, graph: str) -> None:
+    manifest = open_parts(bundle).engine.manifest
+    declared = signatures(manifest.target, manifest.drafter, manifest.num_speculative_tokens, debug_outputs=True)[graph]
+    model = onnx.load(bundle / f"{graph}.onnx", load_external_data=False)
+    for values, specs in ((model.graph.input, declared.inputs), (model.graph.output, declared.outputs)):
+        assert [v.name for v in values] == [s.name for s in specs]
+        for value, spec in zip(values, specs, strict=True):
+            dims = tuple(d.dim_param or d.dim_value for d in value.type.tensor_type.shape.dim)
+            assert dims == spec.shape
+
+
+def test_loads_with_no_extra_library(bundle: Path) -> None:
+    for graph in GRAPHS:
+        onnxruntime.InferenceSession(bundle / f"{graph}.onnx", providers=["CPUExecutionProvider"])
+
+
+@pytest.mark.parametrize("batch", [1, 2, 4])
+@pytest.mark.parametrize("rows", [1, 7, 32])
+@pytest.mark.parametrize("seeded", [0, 3, 200])
+def test_sizes_are_not_baked_in(small_bundle: Path, batch: int, rows: int, seeded: int) -> None:
+    """Any batch and chunk, on empty, partly full and full rings, equals the same rows written alone (case G5)."""
+    rng = np.random.default_rng(batch * rows + seeded)
+    taps = rng.standard_normal((batch, seeded + rows, 3 * 64)).astype(np.float32)
+    together, alone = open_parts(small_bundle), open_parts(small_bundle)
+    names = list(range(batch))
+    for name in names:
+        for parts in (together, alone):
+            parts.slots.admit(name)
+            if seeded:
+                parts.drafter.write_context(name, taps[name, :seeded], np.arange(seeded))
+    where = np.tile(np.arange(seeded, seeded + rows), (batch, 1))
+    together.drafter.write_context_batched(names, taps[:, seeded:], where)
+    drafted = together.drafter.propose(names, [5] * batch).debug["draft_logits"].read()[:batch].copy()
+    for name in names:
+        for i in range(rows):
+            alone.drafter.write_context(name, taps[name, seeded + i : seeded + i + 1], [seeded + i])
+        logits = alone.drafter.propose([name], [5]).debug["draft_logits"].read()[0]
+        np.testing.assert_allclose(drafted[name], logits, atol=1e-5)
+
+
+def test_float16_survives_outlier_channels(export: Export, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Captured rows with channels of 2.5e4 overflow a float16 product; `fc` runs in float32 (case G4)."""
+    pair = tmp_path_factory.mktemp("half")
+    write_pair(pair, SMALL, dtype="fp16", deviation=0.15)
+    options = {"ctx_window": 32, "debug_outputs": True, "max_chunk": 64, "max_batch_size": 4}
+    taps = np.random.default_rng(0).standard_normal((10, 3 * 64)).astype(np.float32)
+    taps[0, [3, 70, 150]] = 2.5e4
+    drafts = {}
+    for dtype in ("fp16", "fp32"):
+        parts = open_parts(export(pair, dtype=dtype, **options))
+        parts.slots.admit("r")
+        parts.drafter.write_context("r", taps, np.arange(10))
+        drafts[dtype] = parts.drafter.propose(["r"], [17])
+    ours, exact = (drafts[dtype].debug["draft_logits"].read()[0].astype(np.float64) for dtype in ("fp16", "fp32"))
+    assert np.isfinite(ours).all()
+    for a, b in zip(ours, exact, strict=True):
+        assert a @ b / np.linalg.norm(a) / np.linalg.norm(b) >= 0.999
+    np.testing.assert_array_equal(drafts["fp16"].tokens(), drafts["fp32"].tokens())

@@ -1,0 +1,197 @@
+"""The Python API: kinds of prompts, parameters, results, streams, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+import pytest
+from conftest import GOLDEN, Export
+
+from dspark.runtime import LLM, SamplingParams
+from dspark.runtime.errors import BundleError, EngineError, LimitError, RequestError
+from dspark.runtime.stats import Stats
+from dspark.runtime.stop import StopRule
+from dspark.runtime.tokenizer import TextStream, load_tokenizer
+
+CHAT = [{"role": "user", "content": "Sara is 29 years old. Josh is 11 years younger than Sara. What is the sum of their ages?"}]
+
+
+@pytest.fixture(scope="module")
+def llm(pair_bundle: Path) -> LLM:
+    return LLM(pair_bundle)
+
+
+def test_kinds_of_prompts(llm: LLM) -> None:
+    """One prompt or several: text, token ids, chat messages; one output each, in order."""
+    params = SamplingParams(max_tokens=5)
+    ids = llm.encode("def add(a, b):")
+    texts = [output.token_ids for output in llm.generate("def add(a, b):", params)]
+    assert texts == [o.token_ids for o in llm.generate(ids, params)] == [o.token_ids for o in llm.generate([ids], params)]
+    mixed = llm.generate(["def add(a, b):", ids, CHAT], params)
+    assert [o.token_ids for o in mixed[:2]] == texts * 2
+    assert mixed[2].token_ids == llm.generate(CHAT, params)[0].token_ids
+    assert mixed[2].prompt_token_ids == llm.encode(CHAT)
+    assert llm.generate([], params) == []
+
+
+def test_results(llm: LLM) -> None:
+    (output,) = llm.generate([CHAT], SamplingParams(max_tokens=100, temperature=0))
+    assert output.finish_reason == "stop"
+    assert output.token_ids[-1] in llm.end_token_ids
+    assert "<|im_end|>" not in (output.text or "")
+    assert output.text == llm.tokenizer.decode(output.token_ids)
+    stats = output.stats
+    assert sum(stats.accepted_per_round) == len(output.token_ids) - 1 == stats.tokens - 1
+    assert stats.rounds == len(stats.accepted_per_round)
+    assert all(a <= n <= 7 for a, n in zip(stats.accepted, stats.proposed, strict=True))
+    assert set(stats.seconds) == {"prefill", "draft", "verify", "accept"}
+    assert 0 < stats.host_share < 1
+    assert stats.tokens_per_second > 0
+
+
+def test_acceptance_per_position() -> None:
+    stats = Stats(accepted_per_round=[3, 1, 8], accepted=[2, 0, 7], proposed=[7, 1, 7])
+    assert stats.mean_accepted_length == 4
+    assert stats.acceptance_per_position(7) == [2 / 3, 1.0, 0.5, 0.5, 0.5, 0.5, 0.5]
+    assert Stats().mean_accepted_length == 0
+    assert Stats().acceptance_per_position(2) == [0, 0]
+
+
+def test_ignore_eos_and_stop_token_ids(llm: LLM) -> None:
+    (short,) = llm.generate([CHAT], SamplingParams(max_tokens=100))
+    (longer,) = llm.generate([CHAT], SamplingParams(max_tokens=100, ignore_eos=True))
+    assert longer.token_ids[: len(short.token_ids)] == short.token_ids
+    assert (len(longer.token_ids), longer.finish_reason) == (100, "length")
+    stop = short.token_ids[4]
+    (stopped,) = llm.generate([CHAT], SamplingParams(max_tokens=100, stop_token_ids=[stop]))
+    assert stopped.token_ids == short.token_ids[: short.token_ids.index(stop) + 1]
+
+
+@pytest.mark.parametrize(
+    ("emitted", "tokens", "limit", "kept", "reason"),
+    [
+        (0, [10, 11, 99, 20, 21, 22], 5, [10, 11, 99], "stop"),
+        (0, [10, 11, 12, 13, 14, 99], 5, [10, 11, 12, 13, 14], "length"),
+        (0, [10, 11, 12, 13, 99], 5, [10, 11, 12, 13, 99], "stop"),
+        (4, [10], 5, [10], "length"),
+        (3, [10], 5, [10], None),
+    ],
+)
+def test_the_first_reason_counts(emitted: int, tokens: list[int], limit: int, kept: list[int], reason: str | None) -> None:
+    """Stop token and limit in one accepted run."""
+    assert StopRule.of([99], limit).cut(emitted, tokens) == (kept, reason)
+
+
+def test_stream_gives_the_text_piece_by_piece(llm: LLM) -> None:
+    pieces = list(llm.stream(CHAT, SamplingParams(max_tokens=100)))
+    output = pieces[-1].output
+    assert output is not None
+    assert "".join(piece.text for piece in pieces) == output.text
+    assert [token for piece in pieces for token in piece.token_ids] == output.token_ids
+    assert len(pieces) == output.stats.rounds + 2
+
+
+def test_a_stream_that_is_dropped_frees_its_slot(llm: LLM) -> None:
+    stream = llm.stream(CHAT, SamplingParams(max_tokens=100))
+    next(stream)
+    with pytest.raises(LimitError, match="all 1 slots are taken"):
+        llm.generate([CHAT])
+    stream.close()
+    assert llm.generate([CHAT], SamplingParams(max_tokens=3))[0].token_ids
+
+
+@pytest.mark.parametrize("text", ["naïve café – 你好 🙂", "plain", "🙂" * 5, "a\n\n  b\tc"])
+def test_characters_split_across_tokens_appear_whole(pair_bundle: Path, text: str) -> None:
+    tokenizer = load_tokenizer(pair_bundle)
+    assert tokenizer is not None
+    stream = TextStream(tokenizer)
+    pieces = [stream.push([token]) for token in tokenizer.encode(text)]
+    assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces)
+    assert "".join(pieces) + stream.finish() == text
+
+
+def test_thinking_is_off_unless_asked_for(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    off = llm.encode(CHAT)
+    assert llm.encode(CHAT, {"enable_thinking": False}) == off
+    assert not caplog.records
+    on = llm.encode(CHAT, {"enable_thinking": True})
+    assert on != off
+    assert "trained without thinking" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "the prompt is empty"),
+        ("", "the prompt is empty"),
+        ([2048], r"token ids \[2048\] are outside the vocabulary's 0..2047"),
+        ([-1, 5], r"token ids \[-1\] are outside"),
+        ([1] * 1024, "the prompt has 1024 tokens, max_seq_len is 1024"),
+        ([1, "a"], "expected text, token ids, or chat messages"),
+        ([1.5], "expected text, token ids, or chat messages"),
+    ],
+)
+def test_refused_prompts(llm: LLM, prompt: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        llm.generate([[1, 2], prompt], SamplingParams(max_tokens=2))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"max_tokens": True}, "max_tokens is True"),
+        ({"temperature": 0.7}, "temperature is 0.7: this version decodes greedily"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"max_tokens": -1, "temperature": -1}, r"(?s)max_tokens.*temperature"),
+    ],
+)
+def test_refused_parameters(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        SamplingParams(**fields)
+
+
+def test_a_bundle_without_tokenizer(export: Export) -> None:
+    llm = LLM(export(GOLDEN / "vanilla", ctx_window="full", debug_outputs=True))
+    (output,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
+    assert output.text is None
+    assert llm.end_token_ids == {2}
+    with pytest.raises(RequestError, match="no tokenizer: pass the prompt as token ids"):
+        llm.generate("text")
+
+
+def test_a_shorter_limit_than_exported(pair_bundle: Path) -> None:
+    llm = LLM(pair_bundle, max_seq_len=40)
+    (output,) = llm.generate([[5] * 30], SamplingParams(max_tokens=100, ignore_eos=True))
+    assert (len(output.token_ids), output.finish_reason) == (10, "length")
+    for limit in (1, 1025):
+        with pytest.raises(LimitError, match=rf"max_seq_len is {limit}, the bundle allows 2\.\.1024"):
+            LLM(pair_bundle, max_seq_len=limit)
+
+
+def test_threads(pair_bundle: Path) -> None:
+    """Engines of one process may differ, and other ONNX Runtime sessions are left alone."""
+    with pytest.raises(EngineError, match="threads is 0"):
+        LLM(pair_bundle, threads=0)
+    outputs = [LLM(pair_bundle, threads=n).generate([[5, 6]], SamplingParams(max_tokens=9))[0].token_ids for n in (1, 2)]
+    assert outputs[0] == outputs[1]
+    onnxruntime.InferenceSession(pair_bundle / "accept.onnx", providers=["CPUExecutionProvider"])
+
+
+def test_a_template_that_reaches_out_is_stopped(pair_bundle: Path, tmp_path: Path) -> None:
+    """The chat template comes with a checkpoint: it runs in a sandbox."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((pair_bundle / name).read_bytes())
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    for template in ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "{{ raise_exception('only users') }}", "{% oops %}"):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+        tokenizer = load_tokenizer(tmp_path)
+        assert tokenizer is not None
+        with pytest.raises(RequestError, match="chat template refuses"):
+            tokenizer.apply_chat_template(CHAT)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(BundleError, match=r"tokenizer\.json cannot be read"):
+        load_tokenizer(tmp_path)
