@@ -61,7 +61,7 @@ def build_graphs(plan: GraphPlan, target_weight: Weight, drafter_weight: Weight,
     return graphs
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=32)
 def _trace(plan: GraphPlan) -> tuple[dict[str, Stage], Drafter]:
     """Trace the stages of a pair of one-layer models; pairs that differ in depth alone share them."""
     tracer = Tracer(plan.dtype, plan.opset)

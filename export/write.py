@@ -18,6 +18,9 @@ from dspark.runtime.errors import ExportError
 
 def check_output(output: Path, *, overwrite: bool) -> None:
     """Raise ExportError if `output` cannot become a bundle: it exists and is no empty directory (nor, to overwrite, a bundle)."""
+    blocking = next((parent for parent in output.parents if parent.exists() and not parent.is_dir()), None)
+    if blocking is not None:
+        raise ExportError(f"{blocking} is no directory: choose another output than {output}")
     if output.is_symlink() or (output.exists() and not output.is_dir()):
         raise ExportError(f"{output} exists and is no directory: choose another output")
     if not output.exists() or not any(output.iterdir()):
