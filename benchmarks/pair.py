@@ -46,7 +46,7 @@ def main() -> None:
     runs = {kind: [run_kind(llm, kind) for _ in range(args.repeats)] for kind in KINDS}
     print(machine.describe("onnxruntime", "numpy"))
     print(f"medians of {args.repeats} runs, 24 prompts a kind, threads {args.threads or 'default'}")
-    print("| kind | accepted length | speculative tok/s | plain tok/s | ratio | host share of a round |")
+    print("| kind | accepted length | speculative tok/s | plain tok/s | ratio | outside engine runs |")
     print("|---|---:|---:|---:|---:|---:|")
     for kind, repeats in runs.items():
         fast, slow = ([run[way].tokens_per_second for run in repeats] for way in (True, False))
@@ -55,7 +55,7 @@ def main() -> None:
         length = repeats[0][True].mean_accepted_length
         print(f"| {kind} | {length:.2f} | {np.median(fast):.0f} | {np.median(slow):.0f} | {ratio:.2f} | {host:.1%} |")
     print()
-    print("| kind | draft, ms | verify, ms | accept, ms | host, ms | plain step, ms | plain accept, ms | plain host, ms |")
+    print("| kind | draft, ms | verify, ms | accept, ms | rest, ms | plain step, ms | plain accept, ms | plain rest, ms |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|")
     for kind, repeats in runs.items():
         cells = [_stages(run[True], ("draft", "verify", "accept")) + _stages(run[False], ("verify", "accept")) for run in repeats]

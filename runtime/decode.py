@@ -84,9 +84,10 @@ class Decoder:
         try:
             yield self.prefill(request)
             while request.finish_reason is None:
-                began = time.perf_counter()
+                began, engine = time.perf_counter(), self._engine.run_seconds
                 (tokens,) = self.round([request])
                 request.stats.decode_seconds += time.perf_counter() - began
+                request.stats.engine_seconds += self._engine.run_seconds - engine
                 yield tokens
         finally:
             self.release(request)

@@ -54,6 +54,11 @@ class Engine(Protocol):
     @property
     def signatures(self) -> Mapping[str, Signature]: ...
 
+    @property
+    def run_seconds(self) -> float:
+        """Time spent running graphs so far."""
+        ...
+
     def allocate(self, shape: tuple[int, ...], dtype: str) -> Tensor:
         """Return a tensor of zeros; `dtype` is `int64`, `float32` or `model` (the bundle's)."""
         ...

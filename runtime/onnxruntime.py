@@ -6,6 +6,7 @@ Knows ONNX Runtime sessions. Does not know slots, requests or sampling.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,8 +51,8 @@ class HostTensor:
 class _BoundGraph:
     """A session with its input and output buffers bound; keeps the buffers alive."""
 
-    def __init__(self, session: Any, signature: Signature, tensors: Mapping[str, HostTensor]) -> None:
-        self._run, self._tensors = session.run_with_iobinding, dict(tensors)
+    def __init__(self, engine: OnnxRuntimeEngine, session: Any, signature: Signature, tensors: Mapping[str, HostTensor]) -> None:
+        self._engine, self._run, self._tensors = engine, session.run_with_iobinding, dict(tensors)
         self._binding = session.io_binding()
         for spec in signature.inputs:
             self._binding.bind_ortvalue_input(spec.name, tensors[spec.name].value)
@@ -59,7 +60,9 @@ class _BoundGraph:
             self._binding.bind_ortvalue_output(spec.name, tensors[signature.aliases.get(spec.name, spec.name)].value)
 
     def run(self) -> None:
+        began = time.perf_counter()
         self._run(self._binding)
+        self._engine.run_seconds += time.perf_counter() - began
 
 
 class OnnxRuntimeEngine:
@@ -70,6 +73,7 @@ class OnnxRuntimeEngine:
 
     def __init__(self, bundle: Bundle, *, threads: int | None = None, log_severity: int = 3) -> None:
         self.manifest: Manifest = bundle.manifest
+        self.run_seconds = 0.0
         self.signatures = signatures(
             self.manifest.target,
             self.manifest.drafter,
@@ -93,7 +97,7 @@ class OnnxRuntimeEngine:
         check_binding(graph, signature, self.manifest, {name: tensor.shape for name, tensor in tensors.items()})
         ours = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, HostTensor)}
         assert len(ours) == len(tensors), "tensors of another engine"
-        return _BoundGraph(self._sessions[graph], signature, ours)
+        return _BoundGraph(self, self._sessions[graph], signature, ours)
 
     def _session(self, bundle: Bundle, graph: str, threads: int, log_severity: int) -> Any:
         import onnxruntime

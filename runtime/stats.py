@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 PHASES = ("prefill", "draft", "verify", "accept")
-"""Engine runs; the rest of a request's time is the host's."""
+"""What a request's time is spent on, the host's part of each included."""
 
 
 @dataclass
@@ -27,6 +27,8 @@ class Stats:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     decode_seconds: float = 0.0
     """From the first token to the last, engine and host."""
+    engine_seconds: float = 0.0
+    """The part of `decode_seconds` in which a graph ran."""
 
     @property
     def rounds(self) -> int:
@@ -46,8 +48,7 @@ class Stats:
     @property
     def host_share(self) -> float:
         """Share of the decoding time spent outside engine runs."""
-        engine = sum(self.seconds[name] for name in PHASES if name != "prefill")
-        return 1 - engine / self.decode_seconds if self.decode_seconds else 0.0
+        return 1 - self.engine_seconds / self.decode_seconds if self.decode_seconds else 0.0
 
     def acceptance_per_position(self, proposals: int) -> list[float]:
         """Share of the rounds that judged proposal k + 1 in which it was accepted, for k below `proposals`."""
@@ -65,5 +66,6 @@ class Stats:
         self.prompt_tokens += other.prompt_tokens
         self.tokens += other.tokens
         self.decode_seconds += other.decode_seconds
+        self.engine_seconds += other.engine_seconds
         for name, seconds in other.seconds.items():
             self.seconds[name] += seconds
