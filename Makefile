@@ -29,7 +29,7 @@ lint: $(VENV)/installed
 bench: $(VENV)/installed
 	$(BIN)/dspark-export examples/pair/target examples/pair/drafter demo-bundle --overwrite --quiet
 	$(BIN)/python benchmarks/pair.py demo-bundle
-	$(BIN)/python benchmarks/export.py 4b 8b 14b
+	$(BIN)/python benchmarks/export_shapes.py 4b 8b 14b
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -128,7 +128,7 @@ def resolve(pair: Pair, options: ExportOptions) -> tuple[GraphPlan, Limits]:
     """Return what the options mean for this pair. Raises ConfigError with all that cannot be."""
     block = pair.drafter.block_size
     k = block if options.num_speculative_tokens is None else options.num_speculative_tokens
-    longest = options.max_seq_len or pair.target.max_position_embeddings
+    longest = pair.target.max_position_embeddings if options.max_seq_len is None else options.max_seq_len
     window = longest if options.ctx_window == "full" else int(options.ctx_window)
     limits = Limits(options.max_batch_size, longest, options.max_chunk)
     dtype = "fp32" if options.dtype == "auto" else options.dtype

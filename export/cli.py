@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import signal
 import sys
 import time
 from pathlib import Path
@@ -22,6 +23,7 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.ERROR if args.quiet else logging.WARNING)
     line = ProgressLine(sys.stderr, enabled=not args.quiet)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that unfinished files are removed
     try:
         return _run(args, line)
     except DSparkError as error:
@@ -30,11 +32,11 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except OSError as error:
         line.clear()
-        print(f"dspark-export: {error}; nothing was left at {args.output}", file=sys.stderr)
+        print(f"dspark-export: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         line.clear()
-        print("dspark-export: interrupted; nothing was written", file=sys.stderr)
+        print("dspark-export: interrupted; no unfinished files are left", file=sys.stderr)
         return 130
 
 
@@ -120,7 +122,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _window(text: str) -> int | str:
-    return text if text == "full" else int(text)
+    try:
+        return text if text == "full" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of positions, or full") from None
 
 
 if __name__ == "__main__":

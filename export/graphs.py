@@ -13,10 +13,11 @@ from functools import lru_cache, partial
 import onnx_ir as ir
 
 from dspark.export.accept import Accept
+from dspark.export.assemble import Assembly
 from dspark.export.drafter import Drafter
 from dspark.export.functions import operator_functions
-from dspark.export.graph import Assembly, Stage, Tracer
 from dspark.export.target import Target
+from dspark.export.trace import Stage, Tracer
 from dspark.runtime.config import DrafterConfig, TargetConfig, TransformerConfig
 from dspark.runtime.graphs import ACCEPT, CONTEXT, DRAFT, MODEL_DTYPE, TARGET, Signature, TensorSpec, signatures
 

@@ -100,6 +100,8 @@ def verify_bundle(
             anchors.append(int(logits[-1].argmax()))
         taps_rows, counts = None, [None] * len(requests)
         for commits in _COMMITS:
+            if max(ours.length(request) for request in requests) + k + 1 > manifest.limits.max_seq_len:
+                break
             proposals = drafts.propose(requests, anchors, taps_rows, counts)
             drafted = proposals.verify_tokens.read().copy()
             verified = ours.verify(requests, Rows(proposals.view, proposals.verify_tokens))
@@ -130,8 +132,7 @@ def verify_bundle(
                     ("cache", ours.caches, own.caches, ours.length(request)),
                     ("ring", drafts.rings, own.rings, drafts.total(request)),
                 ):
-                    for (name, tensor), theirs in zip(state.tensors(proposals.view).items(), tensors, strict=True):
-                        del name
+                    for tensor, theirs in zip(state.tensors(proposals.view).values(), tensors, strict=True):
                         report.compare(f"{kind} rows", tensor.read()[row, :, :size], theirs[0, :, :size])
     return list(report.rows.values())
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from dspark.runtime.errors import CheckpointError, ExportError
 WANTED = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 _IR_DTYPES = {"F32": ir.DataType.FLOAT, "F16": ir.DataType.FLOAT16, "BF16": ir.DataType.BFLOAT16}
 _HEADER_ALIGNMENT = 4096  # data begins on a page
+_INLINED = 1 << 16  # bytes
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Weights:
         self.dtype = WANTED[dtype]
         self.pair = pair
         every = [*pair.target_tensors.values(), *pair.drafter_tensors.values()]
-        self.converted = any(tensor.dtype != self.dtype for tensor in every)
+        self.converted = any(tensor.dtype != self.dtype and not _is_small(tensor) for tensor in every)
         self.inside = copy or self.converted
         self._names: dict[str, dict[str, str]] = {"target": {}, "drafter": {}}
         self.tensors: dict[str, StoredTensor] = {}
@@ -84,12 +86,20 @@ class Weights:
             if parameter == "rotary.inv_freq":
                 return ir.tensor(inverse_frequencies(config.head_dim, config.rope_theta).numpy(), name=parameter)
             name = self._names[model][parameter]
+            if not self.inside and self.tensors[name].dtype != self.dtype:
+                return self._inline(name)
             place = self._places[name]
             shape = ir.Shape(self.tensors[name].shape)
             dtype = _IR_DTYPES[place.dtype]
             return ir.ExternalTensor(place.location, place.offset, place.length, dtype, shape=shape, name=name)
 
         return weight
+
+    def _inline(self, name: str) -> ir.TensorProtocol:
+        """Return a small weight of another dtype as data of the graph itself: a float32 norm copies no 16 GB of bf16."""
+        tensor = self.tensors[name]
+        values = np.concatenate([_convert(chunk, self.dtype, tensor) for chunk in tensor.chunks()]).reshape(tensor.shape)
+        return ir.Tensor(values, dtype=_IR_DTYPES[self.dtype], name=name)
 
     def record(self) -> WeightsRecord:
         """Return what the manifest says of the weights."""
@@ -104,6 +114,11 @@ class Weights:
             return
         header, order = self._layout()
         total = sum(self._places[name].length for name in order)
+        free = shutil.disk_usage(directory).free
+        if total > free:
+            raise ExportError(
+                f"the weights take {total / 1e9:.2f} GB, {directory.parent} has {free / 1e9:.2f} GB free: choose another output"
+            )
         path, done = directory / WEIGHTS, 0
         path.parent.mkdir(parents=True)
         with path.open("wb") as out:
@@ -112,7 +127,7 @@ class Weights:
                 tensor = self.tensors[name]
                 for chunk in tensor.chunks():
                     converted = _convert(chunk, self.dtype, tensor)
-                    out.write(memoryview(converted).cast("B") if converted.size else b"")
+                    out.write(converted.view(np.uint8))
                     done += converted.nbytes
                     progress(done, total)
             out.flush()
@@ -148,6 +163,10 @@ class Weights:
         }
 
 
+def _is_small(tensor: StoredTensor) -> bool:
+    return tensor.length <= _INLINED
+
+
 def common_root(files: list[Path]) -> Path:
     """Return the folder that holds all files, links resolved: ONNX Runtime opens no weight through a link or above one folder."""
     parents = {str(file.resolve().parent) for file in files}
@@ -179,5 +198,4 @@ def _convert(chunk: np.ndarray, wanted: str, tensor: StoredTensor) -> np.ndarray
         if np.isinf(converted).any() and np.isfinite(chunk.astype(np.float32)).all():
             raise ExportError(f"{tensor.name} holds values beyond float16's 65504: export with --dtype fp32 or bf16")
         return converted
-    converted = chunk.astype(np.float32).astype(STORED_DTYPES[wanted])
-    return converted.view(np.uint16) if wanted == "BF16" else converted
+    return chunk.astype(np.float32).astype(STORED_DTYPES[wanted])

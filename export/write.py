@@ -5,6 +5,7 @@ Knows files. Does not know graphs or models.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -25,8 +26,9 @@ def check_output(output: Path, *, overwrite: bool) -> None:
         raise ExportError(f"{output} exists and is no directory: choose another output")
     if not output.exists() or not any(output.iterdir()):
         return
-    if not (output / MANIFEST).exists():
-        raise ExportError(f"{output} is not empty and is no bundle: choose another output")
+    foreign = _foreign_files(output)
+    if foreign:
+        raise ExportError(f"{output} is not empty and holds {foreign[0]}, which is no part of a bundle: choose another output")
     if not overwrite:
         raise ExportError(f"{output} already holds a bundle: choose another output, or pass --overwrite")
 
@@ -54,6 +56,17 @@ def atomic_directory(output: Path, *, overwrite: bool) -> Iterator[Path]:
         _sync(output.parent)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _foreign_files(directory: Path) -> list[str]:
+    """Return the files of a directory that are not those of a bundle by its own manifest; all of them where there is none."""
+    names = [path.relative_to(directory).as_posix() for path in sorted(directory.rglob("*")) if not path.is_dir()]
+    try:
+        manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+        known = {MANIFEST, *manifest["files"]} if manifest["ops_contract"] and manifest["format_version"] else set()
+    except (OSError, ValueError, KeyError, TypeError):
+        known = set()
+    return [name for name in names if name not in known]
 
 
 def record_files(directory: Path) -> dict[str, FileRecord]:

@@ -1,6 +1,18 @@
 """Generate text from a dspark bundle: no torch, no onnx."""
 
-from dspark.runtime.llm import LLM, RequestOutput
-from dspark.runtime.sampling import SamplingParams
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dspark.runtime.llm import LLM, RequestOutput
+    from dspark.runtime.sampling import SamplingParams
 
 __all__ = ["LLM", "RequestOutput", "SamplingParams"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the public names when they are first used: the commands and the exporter need only parts of the package."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from dspark.runtime import llm, sampling
+
+    return getattr(sampling if name == "SamplingParams" else llm, name)

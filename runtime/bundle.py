@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import types
-import typing
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -19,6 +17,7 @@ from dspark.plugins.contract import VERSION as OPS_CONTRACT
 from dspark.runtime.config import DrafterConfig, TargetConfig
 from dspark.runtime.errors import BundleError, numbered
 from dspark.runtime.graphs import GRAPHS, cache_capacity, ring_capacity
+from dspark.runtime.parse import parse
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -29,7 +28,6 @@ DTYPES = ("fp32", "fp16", "bf16")
 _HASHED_AT_LOAD = 64 << 20
 """Files of the bundle above this size are checked by size, header and samples when loading; `dspark inspect --hash` reads them whole."""
 _SAMPLE = 1 << 16
-_LARGEST = 10**300
 
 
 @dataclass(frozen=True)
@@ -124,8 +122,11 @@ class Bundle:
         return self.directory / f"{graph}.onnx"
 
 
-def load_bundle(directory: Path | str) -> Bundle:
-    """Read and check a bundle. Raises BundleError with every fault found at the first stage that has any."""
+def load_bundle(directory: Path | str, *, references: bool = True) -> Bundle:
+    """Read and check a bundle, the checkpoint files it refers to included unless `references` is false.
+
+    Raises BundleError with every fault found at the first stage that has any.
+    """
     directory = Path(directory)
     path = directory / MANIFEST
     try:
@@ -136,7 +137,7 @@ def load_bundle(directory: Path | str) -> Bundle:
         raise BundleError(f"{path} is not JSON ({error}): export the bundle again") from None
     manifest = _manifest_from_json(raw, path)
     _raise(directory, _value_faults(manifest))
-    _raise(directory, [*_file_faults(directory, manifest), *_reference_faults(manifest)])
+    _raise(directory, [*_file_faults(directory, manifest), *(reference_faults(manifest) if references else [])])
     return Bundle(directory, manifest)
 
 
@@ -189,44 +190,11 @@ def _manifest_from_json(raw: Any, path: Path) -> Manifest:
     if version != FORMAT_VERSION:
         raise BundleError(f"{path} has format version {version!r}, this dspark reads {FORMAT_VERSION}: export the bundle again")
     faults: list[str] = []
-    manifest = _parse(Manifest, raw, "manifest", faults)
+    manifest = parse(Manifest, raw, "manifest", faults)
     if faults:
         raise BundleError(f"{path} does not hold what a manifest must:{numbered(faults)}")
     assert isinstance(manifest, Manifest)
     return manifest
-
-
-def _parse(kind: Any, value: Any, where: str, faults: list[str]) -> Any:
-    """Build `kind` (a dataclass, a container of such, or a plain type) from JSON, noting each mismatch."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if dataclasses.is_dataclass(kind):
-        return _parse_dataclass(typing.cast(type, kind), value, where, faults)
-    if origin is dict and isinstance(value, dict):
-        return {key: _parse(arguments[1], item, f"{where}.{key}", faults) for key, item in value.items()}
-    if origin is tuple and isinstance(value, list):
-        return tuple(_parse(arguments[0], item, f"{where}[{i}]", faults) for i, item in enumerate(value))
-    if origin is types.UnionType and value is None:
-        return None
-    plain = arguments[0] if origin is types.UnionType else kind
-    if plain is float and type(value) in (int, float):
-        if abs(value) <= _LARGEST:
-            return float(value)
-        faults.append(f"{where} is {value!r:.80}, expected a finite number")
-        return value
-    if not isinstance(plain, type) or type(value) is not plain:
-        faults.append(f"{where} is {value!r:.80}, expected {getattr(plain, '__name__', plain)}")
-    return value
-
-
-def _parse_dataclass(kind: type, value: Any, where: str, faults: list[str]) -> Any:
-    if not isinstance(value, dict):
-        faults.append(f"{where} is {value!r:.80}, expected an object")
-        return None
-    declared = typing.get_type_hints(kind)
-    faults += [f"{where}.{key} is missing" for key in sorted(declared.keys() - value.keys())]
-    faults += [f"{where}.{key} is unknown" for key in sorted(value.keys() - declared.keys())]
-    parsed = {key: _parse(declared[key], value[key], f"{where}.{key}", faults) for key in declared if key in value}
-    return None if declared.keys() - value.keys() else kind(**parsed)
 
 
 def _value_faults(m: Manifest) -> list[str]:
@@ -290,7 +258,8 @@ def _file_faults(directory: Path, manifest: Manifest) -> list[str]:
     return faults
 
 
-def _reference_faults(manifest: Manifest) -> list[str]:
+def reference_faults(manifest: Manifest) -> list[str]:
+    """Return what is wrong with the checkpoint files that a bundle refers to."""
     if manifest.weights.root is None:
         return []
     faults = []
@@ -298,6 +267,8 @@ def _reference_faults(manifest: Manifest) -> list[str]:
         path = Path(manifest.weights.root) / name
         if not path.is_file():
             faults.append(f"checkpoint file {path} is missing: put it back, or export again with --copy-weights")
+        elif path.resolve() != path:
+            faults.append(f"checkpoint file {path} is behind a link, which ONNX Runtime does not open: export again")
         elif fingerprint(path) != expected:
             faults.append(f"checkpoint file {path} is not the one the bundle was exported from: export again")
     return faults

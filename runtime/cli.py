@@ -8,12 +8,13 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dspark.runtime.bundle import Bundle, full_hash_faults, load_bundle, state_bytes
+from dspark.runtime.bundle import Bundle, full_hash_faults, load_bundle, reference_faults, state_bytes
 from dspark.runtime.errors import DSparkError, RequestError
 from dspark.runtime.llm import LLM, Prompt, RequestOutput
 from dspark.runtime.sampling import SamplingParams
@@ -30,6 +31,9 @@ def main(argv: list[str] | None = None) -> int:
     except DSparkError as error:
         print(f"dspark: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader, such as `head`, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except OSError as error:
         print(f"dspark: {error}", file=sys.stderr)
         return 2
@@ -50,6 +54,8 @@ def _run(args: argparse.Namespace) -> int:
         threads=args.threads,
     )
     prompts = [_as_message(llm, prompt, raw=args.raw) for prompt in prompts]
+    if args.compare and args.no_speculative:
+        raise RequestError("--compare decodes both ways: leave out --no-speculative")
     if args.compare:
         return _compare(llm, prompts, params, kwargs, as_json=args.json)
     if not prompts:
@@ -75,14 +81,22 @@ def _prompts(args: argparse.Namespace) -> Iterator[Prompt]:
     if args.prompt_file is None:
         return
     if args.prompt_file.suffix != ".jsonl":
-        yield args.prompt_file.read_text(encoding="utf-8")
+        yield _text_of(args.prompt_file)
         return
-    for number, line in enumerate(args.prompt_file.read_text(encoding="utf-8").splitlines()[: args.limit], 1):
+    lines = _text_of(args.prompt_file).removesuffix("\n").split("\n")
+    for number, line in enumerate(lines[: args.limit], 1):
         try:
             fields = json.loads(line)
             yield next(fields[key] for key in ("ids", "messages", "text") if key in fields)
         except (json.JSONDecodeError, TypeError, StopIteration):
             raise RequestError(f"{args.prompt_file}, line {number}: expected a JSON object with ids, messages or text") from None
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{path} is not UTF-8 text: {error}") from None
 
 
 def _as_message(llm: LLM, prompt: Prompt, *, raw: bool) -> Prompt:
@@ -114,11 +128,17 @@ def _chat(llm: LLM, params: SamplingParams, kwargs: dict[str, Any]) -> int:
         try:
             line = input("> " if sys.stdin.isatty() else "")
         except EOFError:
+            print(file=sys.stderr)
             return 0
         if not line.strip():
             return 0
-        messages.append({"role": "user", "content": line})
-        messages.append({"role": "assistant", "content": _show(llm, list(messages), params, kwargs)})
+        turn = {"role": "user", "content": line}
+        try:
+            answer = _show(llm, [*messages, turn], params, kwargs)
+        except RequestError as error:
+            print(f"dspark: {error}", file=sys.stderr)
+            continue
+        messages += [turn, {"role": "assistant", "content": answer}]
 
 
 def _compare(llm: LLM, prompts: list[Prompt], params: SamplingParams, kwargs: dict[str, Any], *, as_json: bool) -> int:
@@ -186,8 +206,8 @@ def _result(output: RequestOutput) -> dict[str, Any]:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    bundle = load_bundle(args.bundle)
-    changed = full_hash_faults(bundle) if args.hash else []
+    bundle = load_bundle(args.bundle, references=False)
+    changed = [*reference_faults(bundle.manifest), *(full_hash_faults(bundle) if args.hash else [])]
     if args.json:
         print(bundle.manifest.to_json(), end="")
     else:
@@ -229,6 +249,12 @@ def _describe_bundle(bundle: Bundle) -> str:
     return "\n".join(f"{name:<10} {text}" for name, text in rows)
 
 
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of at least 1")
+    return int(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dspark", description="Generate from a dspark bundle.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -239,7 +265,7 @@ def _parser() -> argparse.ArgumentParser:
     prompt.add_argument("--prompt", help="a user's message, rendered with the chat template if there is one")
     prompt.add_argument("--prompt-file", type=Path, help="a text file, or .jsonl with ids, messages or text in each line")
     prompt.add_argument("--prompt-ids", metavar="1,2,3", help="token ids")
-    run.add_argument("--limit", type=int, metavar="N", help="first N lines of a .jsonl file only")
+    run.add_argument("--limit", type=_positive, metavar="N", help="first N lines of a .jsonl file only")
     run.add_argument("--raw", action="store_true", help="take text as it is, without the chat template")
     run.add_argument("--enable-thinking", action="store_true", help="let the chat template ask for thinking")
     decoding = run.add_argument_group("decoding")

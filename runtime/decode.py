@@ -9,12 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from dspark.runtime.drafter import Drafter, Proposals
 from dspark.runtime.engine import Array, Engine, Tensor
+from dspark.runtime.errors import RequestError
 from dspark.runtime.sampling import Accept
 from dspark.runtime.state import Rows, Slots, View
 from dspark.runtime.stats import Stats
@@ -32,7 +33,7 @@ class Request:
     output: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     committed: int | None = None
-    """Rows of the last verification that were committed; None right after the prefill, whose rows the drafter has already."""
+    """Rows of the last verification that were committed and that the drafter has not got yet; None when it has all."""
     stats: Stats = field(default_factory=Stats)
 
     @property
@@ -76,6 +77,7 @@ class Decoder:
         self._chunk = engine.manifest.limits.max_chunk
         self._accept = Accept(engine)
         self._verified: Verified | None = None
+        self._pending: dict[Hashable, Request] = {}
         self._narrow: dict[tuple[View, int], Tensor] = {}
 
     def decode(self, request: Request) -> Iterator[list[int]]:
@@ -93,11 +95,18 @@ class Decoder:
             self.release(request)
 
     def admit(self, request: Request) -> None:
-        """Give the request a slot."""
+        """Give the request a slot. Raises RequestError if its prompt leaves no room for a token."""
+        room = self._max_seq_len - len(request.prompt)
+        if not request.prompt or room < 1:
+            raise RequestError(
+                f"the prompt has {len(request.prompt)} tokens, max_seq_len is {self._max_seq_len} with at least one for the output"
+            )
+        request.rule = replace(request.rule, max_tokens=min(request.rule.max_tokens, room))
         self._slots.admit(request.id)
 
     def release(self, request: Request) -> None:
         """Free the request's slot; its next user sees nothing of it."""
+        self._pending.pop(request.id, None)
         self._target.release(request.id)
         if self._drafter is not None:
             self._drafter.release(request.id)
@@ -118,6 +127,7 @@ class Decoder:
     def round(self, requests: Sequence[Request]) -> list[list[int]]:
         """Run one round for all `requests` and return the tokens that each emitted."""
         ids, width, proposals = [r.id for r in requests], self._width(requests), None
+        self._settle(ids if width > 1 else [])
         if self._drafter is not None and width > 1:
             with _timed(requests, "draft"):
                 taps = self._verified.taps if self._verified is not None else None
@@ -136,6 +146,16 @@ class Decoder:
             self._commit(request, proposals, row, int(counts[row]), int(accepted[row]), int(following[row]))
             for request, row in zip(requests, view.rows, strict=True)
         ]
+
+    def _settle(self, drafting: Sequence[Hashable]) -> None:
+        """Write the rows of requests that do not draft in this round: the next verification takes the place of their taps."""
+        for request in [r for r in self._pending.values() if r.id not in drafting]:
+            assert self._verified is not None and self._drafter is not None and request.committed is not None
+            row = self._slots.slot(request.id) - self._verified.taps.view.lo
+            taps = self._verified.taps.tensor.read()[row, : request.committed]
+            self._drafter.write_context(request.id, taps, np.arange(request.position - request.committed, request.position))
+            request.committed = None
+            del self._pending[request.id]
 
     def _width(self, requests: Sequence[Request]) -> int:
         """Rows to verify: the anchor and K proposals; fewer where a sequence would outgrow the limit, one where no draft can count."""
@@ -162,8 +182,11 @@ class Decoder:
         """Commit the anchor and the accepted proposals; emit these proposals and the next token."""
         drafted: Array = np.zeros(0, np.int64) if proposals is None else proposals.verify_tokens.read()[row, 1 : 1 + accepted]
         self._target.commit(request.id, accepted + 1)
-        request.committed = accepted + 1
         kept = request.emit([*drafted.tolist(), following])
+        self._pending.pop(request.id, None)
+        if self._drafter is not None and request.finish_reason is None:
+            request.committed = accepted + 1
+            self._pending[request.id] = request
         request.stats.accepted_per_round.append(len(kept))
         request.stats.accepted.append(accepted)
         request.stats.proposed.append(count)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from dspark.runtime.engine import Array, Engine, Tensor
-from dspark.runtime.errors import RequestError
+from dspark.runtime.errors import LimitError, RequestError
 from dspark.runtime.graphs import CONTEXT, DRAFT, MODEL_DTYPE
 from dspark.runtime.state import BoundStep, Rows, Slots, State, View
 
@@ -52,6 +52,7 @@ class Drafter:
         )
         self._total = np.zeros(slots.count, np.int64)
         self._first = np.zeros(slots.count, np.int64)
+        slots.on_admission(self._clear)
         # Outputs are one set a view, whatever taps a step is bound to: the target binds them in turn, so fresh ones would call for
         # fresh bindings on both sides in every round.
         self._outputs: dict[View, dict[str, Tensor]] = {}
@@ -64,7 +65,9 @@ class Drafter:
 
     def release(self, request: Hashable) -> None:
         """Forget the rows of `request`; its slot's next user sees none of them."""
-        slot = self._slots.slot(request)
+        self._clear(self._slots.slot(request))
+
+    def _clear(self, slot: int) -> None:
         self._total[slot] = self._first[slot] = 0
 
     def write_context(self, request: Hashable, taps: ArrayLike, positions: ArrayLike) -> None:
@@ -76,7 +79,7 @@ class Drafter:
         slot = self._slots.slot(request)
         rows, where = self._checked_rows(np.asarray(taps)[None], np.asarray(positions)[None])
         start, stop = int(where[0, 0]), int(where[0, -1]) + 1
-        self._check_begin(slot, start)
+        self._check_range(slot, start, stop)
         if start > self._total[slot] or self._total[slot] == 0:
             self._first[slot] = start
         written = max(start, stop - self._manifest.window)
@@ -107,7 +110,7 @@ class Drafter:
         slots = [self._slots.slot(request) for request in requests]
         for slot, begin, count in zip(slots, where[:, 0], counts, strict=True):
             if count:
-                self._check_begin(slot, int(begin))
+                self._check_range(slot, int(begin), int(begin + count))
         if rows.shape[1] > self._manifest.num_speculative_tokens + 1:
             # More junk than the rings have room for: row by row, exactly.
             for request, own, place, count in zip(requests, rows, where, counts, strict=True):
@@ -118,7 +121,7 @@ class Drafter:
         batch = np.zeros((view.size, *rows.shape[1:]), rows.dtype)
         for row, slot, own, begin, count in zip(view.rows, slots, rows, where[:, 0], counts, strict=True):
             if count:
-                starts[row], batch[row] = begin, own
+                starts[row], batch[row, :count] = begin, own[:count]
                 if begin > self._total[slot] or self._total[slot] == 0:
                     self._first[slot] = begin
         self._write(view, batch, starts)
@@ -181,8 +184,14 @@ class Drafter:
         if isinstance(taps, np.ndarray) and shape[0] != len(requests):
             raise RequestError(f"taps of {shape[0]} rows for {len(requests)} requests")
         for request, count in zip(requests, counts, strict=True):
-            if count is not None and not 1 <= count <= rows:
+            if count is None:
+                continue
+            if not 1 <= count <= rows:
                 raise RequestError(f"request {request!r} committed {count} rows, expected 1..{rows} (the bonus included)")
+            slot = self._slots.slot(request)
+            self._check_range(slot, int(self._total[slot]), int(self._total[slot]) + count)
+            if isinstance(taps, Rows) and not taps.view.lo <= slot < taps.view.lo + taps.view.size:
+                raise RequestError(f"request {request!r} holds slot {slot}, the taps are of slots {taps.view}")
         for request, count, position in zip(requests, counts, positions or (), strict=bool(positions)):
             if position != self.total(request) + (count or 0):
                 raise RequestError(
@@ -198,9 +207,11 @@ class Drafter:
             raise RequestError(f"positions {positions.tolist()}: expected consecutive absolute positions from 0")
         return taps, positions.astype(np.int64)
 
-    def _check_begin(self, slot: int, start: int) -> None:
+    def _check_range(self, slot: int, start: int, stop: int) -> None:
         if start < self._total[slot]:
             raise RequestError(f"positions begin at {start}, but rows up to {self._total[slot] - 1} are written: continue there")
+        if stop > self._manifest.limits.max_seq_len:
+            raise LimitError(f"positions end at {stop - 1}, the bundle allows sequences of {self._manifest.limits.max_seq_len} tokens")
 
     def _write(self, view: View, rows: Array, starts: Array) -> None:
         n = rows.shape[1]
@@ -241,7 +252,8 @@ class Drafter:
         batch = np.zeros((view.size, *values.shape[1:]), values.dtype)
         for i, (row, count) in enumerate(zip(view.rows, counts, strict=True)):
             if count is not None:
-                batch[row] = values[view.lo + row - taps.view.lo if isinstance(taps, Rows) else i]
+                source = view.lo + row - taps.view.lo if isinstance(taps, Rows) else i
+                batch[row, :count] = values[source, :count]
         return batch
 
 

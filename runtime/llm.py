@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dspark.runtime.bundle import load_bundle
 from dspark.runtime.decode import Decoder, Request
 from dspark.runtime.drafter import Drafter
@@ -117,12 +119,14 @@ class LLM:
 
     def encode(self, prompt: Prompt, chat_template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
         """Return the token ids of a prompt. Raises RequestError if it is empty or holds an id without an embedding row."""
-        if not isinstance(prompt, str) and all(isinstance(item, Mapping) for item in prompt) and len(prompt):
-            messages: Any = prompt
-            tokens = self._tokenize(lambda t: t.encode(t.apply_chat_template(messages, **(chat_template_kwargs or {}))))
-        elif isinstance(prompt, str):
+        if isinstance(prompt, str):
             text = prompt
             tokens = self._tokenize(lambda t: t.encode(text))
+        elif not isinstance(prompt, (Sequence, np.ndarray)):
+            raise RequestError(f"prompt {prompt!r:.80}: expected text, token ids, or chat messages")
+        elif len(prompt) and all(isinstance(item, Mapping) for item in prompt):
+            messages: Any = prompt
+            tokens = self._tokenize(lambda t: t.encode(t.apply_chat_template(messages, **(chat_template_kwargs or {}))))
         else:
             tokens = _token_ids(prompt)
         rows = self.manifest.target.vocab_size
@@ -141,12 +145,11 @@ class LLM:
 
     def _request(self, prompt: Prompt, params: SamplingParams, chat_template_kwargs: Mapping[str, Any] | None) -> Request:
         tokens = self.encode(prompt, chat_template_kwargs)
-        room = self._max_seq_len - len(tokens)
-        if room < 1:
+        if len(tokens) >= self._max_seq_len:
             raise RequestError(f"the prompt has {len(tokens)} tokens, max_seq_len is {self._max_seq_len} with at least one for the output")
         own = () if params.ignore_eos else self.end_token_ids
         self._requests += 1
-        return Request(self._requests, tokens, StopRule.of([*own, *params.stop_token_ids], min(params.max_tokens, room)))
+        return Request(self._requests, tokens, StopRule.of([*own, *params.stop_token_ids], params.max_tokens))
 
     def _decoder(self, speculative: bool | None) -> Decoder:
         return self._decoders[self._speculative if speculative is None else speculative]
@@ -173,4 +176,4 @@ def _token_ids(prompt: Any) -> list[int]:
 
 
 def _is_token(item: Any) -> bool:
-    return hasattr(item, "__index__") and not isinstance(item, bool)
+    return isinstance(item, (int, np.integer)) and not isinstance(item, bool)

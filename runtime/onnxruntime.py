@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 from dspark.runtime.bundle import Bundle, Manifest
 from dspark.runtime.engine import Array, Tensor, check_binding, numpy_dtype
 from dspark.runtime.errors import EngineError
-from dspark.runtime.graphs import GRAPHS, Signature, signatures
+from dspark.runtime.graphs import GRAPHS, signatures
 
 # Each session has a thread pool of its own. A pool that goes on spinning after its run takes the cores from the next session: a round of
 # the example pair took 7.6 ms with two threads, 2.7 ms with pools that stop (2 cores). One pool for all sessions is no faster, and makes
@@ -51,7 +51,8 @@ class HostTensor:
 class _BoundGraph:
     """A session with its input and output buffers bound; keeps the buffers alive."""
 
-    def __init__(self, engine: OnnxRuntimeEngine, session: Any, signature: Signature, tensors: Mapping[str, HostTensor]) -> None:
+    def __init__(self, engine: OnnxRuntimeEngine, graph: str, session: Any, tensors: Mapping[str, HostTensor]) -> None:
+        signature, self._graph = engine.signatures[graph], graph
         self._engine, self._run, self._tensors = engine, session.run_with_iobinding, dict(tensors)
         self._binding = session.io_binding()
         for spec in signature.inputs:
@@ -61,7 +62,10 @@ class _BoundGraph:
 
     def run(self) -> None:
         began = time.perf_counter()
-        self._run(self._binding)
+        try:
+            self._run(self._binding)
+        except Exception as error:  # ONNX Runtime's errors share no narrower base
+            raise EngineError(f"graph {self._graph} failed: {error}") from error
         self._engine.run_seconds += time.perf_counter() - began
 
 
@@ -93,11 +97,10 @@ class OnnxRuntimeEngine:
         return HostTensor(np.zeros(shape, numpy_dtype(dtype, self.manifest)))
 
     def bind(self, graph: str, tensors: Mapping[str, Tensor]) -> _BoundGraph:
-        signature = self.signatures[graph]
-        check_binding(graph, signature, self.manifest, {name: tensor.shape for name, tensor in tensors.items()})
+        check_binding(graph, self.signatures[graph], self.manifest, {name: tensor.shape for name, tensor in tensors.items()})
         ours = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, HostTensor)}
         assert len(ours) == len(tensors), "tensors of another engine"
-        return _BoundGraph(self, self._sessions[graph], signature, ours)
+        return _BoundGraph(self, graph, self._sessions[graph], ours)
 
     def _session(self, bundle: Bundle, graph: str, threads: int, log_severity: int) -> Any:
         import onnxruntime
@@ -111,7 +114,7 @@ class OnnxRuntimeEngine:
         path = bundle.graph_path(graph)
         try:
             session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        except RuntimeError as error:
+        except Exception as error:  # ONNX Runtime's errors share no narrower base
             raise EngineError(f"ONNX Runtime {onnxruntime.__version__} cannot load {path}: {error}") from error
         declared = self.signatures[graph]
         names = ([i.name for i in session.get_inputs()], [o.name for o in session.get_outputs()])

@@ -5,7 +5,7 @@ Knows logits only as a tensor that is handed on: it never reads them. B rows, M 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,18 +23,19 @@ class SamplingParams:
     max_tokens: int = 256
     temperature: float = 0.0
     """0 is greedy, the only choice so far."""
-    stop_token_ids: Sequence[int] = field(default=())
+    stop_token_ids: Collection[int] = field(default=())
     """Token ids that end the output, besides the model's own."""
     ignore_eos: bool = False
     """Whether the model's own end tokens are ordinary ones."""
 
     def __post_init__(self) -> None:
         faults = []
-        if isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int) or self.max_tokens < 1:
+        if isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, (int, np.integer)) or self.max_tokens < 1:
             faults.append(f"max_tokens is {self.max_tokens!r}, expected an integer of at least 1")
         if self.temperature != 0:
             faults.append(f"temperature is {self.temperature!r}: this version decodes greedily, expected 0")
-        if not all(isinstance(token, (int, np.integer)) and token >= 0 for token in self.stop_token_ids):
+        ids = self.stop_token_ids
+        if not isinstance(ids, (Sequence, Set, np.ndarray)) or not all(isinstance(i, (int, np.integer)) and i >= 0 for i in ids):
             faults.append(f"stop_token_ids is {self.stop_token_ids!r}, expected token ids")
         if faults:
             raise RequestError(f"these sampling parameters cannot be used:{numbered(faults)}")

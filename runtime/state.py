@@ -7,11 +7,12 @@ grow in steps, since CPU kernels work over all of the capacity. Knows numbers an
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from weakref import WeakSet
 
-from dspark.runtime.engine import Engine, Tensor
+from dspark.runtime.engine import Engine, Step, Tensor
 from dspark.runtime.errors import EngineError, LimitError, RequestError, UnknownRequestError
 from dspark.runtime.graphs import MODEL_DTYPE, round_up_16, state_names
 
@@ -23,11 +24,11 @@ GROWTH = 256
 
 @dataclass(frozen=True)
 class View:
-    """The slot range lo..lo+size-1 of one call, and the row of each request in it."""
+    """The slot range lo..lo+size-1 of one call, and the row of each request in it. Views of one range are equal."""
 
     lo: int
     size: int
-    rows: tuple[int, ...]
+    rows: tuple[int, ...] = field(compare=False)
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,11 @@ class Slots:
     def __init__(self, count: int) -> None:
         self.count = count
         self._slots: dict[Hashable, int] = {}
+        self._clear: list[Callable[[int], None]] = []
+
+    def on_admission(self, clear: Callable[[int], None]) -> None:
+        """Call `clear` with each slot that is given to a request, so that nothing of its last user is left."""
+        self._clear.append(clear)
 
     def admit(self, request: Hashable) -> int:
         """Give `request` a slot. Raises RequestError if it has one, LimitError if none is free."""
@@ -52,8 +58,10 @@ class Slots:
         free = set(range(self.count)) - set(self._slots.values())
         if not free:
             raise LimitError(f"all {self.count} slots are taken: release a request first")
-        self._slots[request] = min(free)
-        return self._slots[request]
+        slot = self._slots[request] = min(free)
+        for clear in self._clear:
+            clear(slot)
+        return slot
 
     def release(self, request: Hashable) -> None:
         """Free the slot of `request`."""
@@ -83,13 +91,16 @@ class State:
     """One tensor `[slots, heads, capacity, head_dim]` per layer and part; `kind` is `ring` or `cache`."""
 
     def __init__(self, engine: Engine, kind: str, *, layers: int, slots: int, heads: int, head_dim: int, limit: int) -> None:
+        most = engine.manifest.limits.max_batch_size
+        if not 1 <= slots <= most:
+            raise LimitError(f"{slots} slots, the bundle allows 1..{most} requests at once")
         self._engine, self._kind, self._limit = engine, kind, limit
         self._names = [name for name, _ in state_names(kind, layers)]
         self._slots, self._heads, self._head_dim = slots, heads, head_dim
         self.capacity = 0
-        self.generation = 0
         self._tensors: dict[str, Tensor] = {}
         self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
+        self.bound: WeakSet[BoundStep] = WeakSet()
         self.reserve(1)
 
     def bytes_at(self, capacity: int) -> int:
@@ -98,10 +109,11 @@ class State:
         return len(self._names) * self._slots * self._heads * capacity * self._head_dim * itemsize
 
     def reserve(self, rows: int) -> None:
-        """Make room for `rows` rows per slot, or for the limit if that is less: rings wrap there. Bindings made before are stale."""
+        """Make room for `rows` rows per slot, or for the limit if that is less: rings wrap there."""
         if rows <= self.capacity or self.capacity == self._limit:
             return
-        capacity = min(self._limit, round_up_16(max(rows, self.capacity + GROWTH)))
+        step = max(GROWTH, self.capacity // 8)  # steps grow with the state, so that copying stays linear
+        capacity = min(self._limit, round_up_16(max(rows, self.capacity + step)))
         needed, available = self.bytes_at(capacity), _available_memory()
         if available is not None and needed > available:
             raise EngineError(
@@ -110,16 +122,15 @@ class State:
             )
         logger.info("%ss: %d rows in %d slots, %.1f MB", self._kind, capacity, self._slots, needed / 1e6)
         shape = (self._slots, self._heads, capacity, self._head_dim)
-        for name in self._names:
-            grown = self._engine.allocate(shape, MODEL_DTYPE)
-            if self.capacity:
-                values = grown.read()
-                values[:, :, : self.capacity] = self._tensors[name].read()
-                grown.write(values)
-            self._tensors[name] = grown
-        self.capacity = capacity
-        self.generation += 1
+        grown = {name: self._engine.allocate(shape, MODEL_DTYPE) for name in self._names}
+        for name, old in self._tensors.items():
+            values = grown[name].read()
+            values[:, :, : self.capacity] = old.read()
+            grown[name].write(values)
+        self._tensors, self.capacity = grown, capacity
         self._views.clear()
+        for step_bound in self.bound:
+            step_bound.unbind()
 
     def tensors(self, view: View) -> dict[str, Tensor]:
         """Return the rows of a slot range by input name."""
@@ -135,14 +146,18 @@ class BoundStep:
     def __init__(self, engine: Engine, graph: str, state: State, view: View, tensors: Mapping[str, Tensor]) -> None:
         self._engine, self._graph, self._state, self._view = engine, graph, state, view
         self.tensors = dict(tensors)
-        self._generation = -1
+        self._step: Step | None = None
+        state.bound.add(self)
 
     def run(self) -> None:
         """Run the graph."""
-        if self._generation != self._state.generation:
+        if self._step is None:
             self._step = self._engine.bind(self._graph, {**self.tensors, **self._state.tensors(self._view)})
-            self._generation = self._state.generation
         self._step.run()
+
+    def unbind(self) -> None:
+        """Let go of the state's tensors, which have grown."""
+        self._step = None
 
 
 def _available_memory() -> int | None:

@@ -67,6 +67,8 @@ class Qwen3Target:
             limit=self._manifest.cache_capacity,
         )
         self._length = np.zeros(slots.count, np.int64)
+        self._fed = np.zeros(slots.count, np.int64)
+        slots.on_admission(self._clear)
         # As in the drafter: one set of outputs a view and width, whatever tokens a step is bound to.
         self._outputs: dict[tuple[View, int], dict[str, Tensor]] = {}
         self._steps: dict[tuple[View, int, int], BoundStep] = {}
@@ -78,13 +80,19 @@ class Qwen3Target:
 
     def release(self, request: Hashable) -> None:
         """Forget the rows of `request`; its slot's next user sees none of them."""
-        self._length[self._slots.slot(request)] = 0
+        self._clear(self._slots.slot(request))
+
+    def _clear(self, slot: int) -> None:
+        self._length[slot] = self._fed[slot] = 0
 
     def prefill(self, request: Hashable, tokens: Sequence[int]) -> Verified:
         """Feed at most `max_chunk` tokens behind the committed length and commit them."""
         slot, n = self._slots.slot(request), len(tokens)
         if not 1 <= n <= self._manifest.limits.max_chunk:
             raise LimitError(f"a chunk of {n} tokens, the bundle allows 1..{self._manifest.limits.max_chunk}")
+        outside = [token for token in tokens if not 0 <= token < self._manifest.target.vocab_size]
+        if outside:
+            raise RequestError(f"token ids {outside[:5]} are outside the vocabulary's 0..{self._manifest.target.vocab_size - 1}")
         if self._length[slot] + n > self.max_seq_len:
             raise LimitError(f"{self._length[slot] + n} tokens, max_seq_len is {self.max_seq_len}")
         view = View(slot, 1, (0,))
@@ -96,6 +104,7 @@ class Qwen3Target:
         step.tensors["tokens"].write(np.asarray(tokens, np.int64)[None])
         verified = self._run(step, view, n)
         self._length[slot] += n
+        self._fed[slot] = 0
         return verified
 
     def verify(self, requests: Sequence[Hashable], tokens: Rows) -> Verified:
@@ -118,11 +127,18 @@ class Qwen3Target:
                 self._outputs[view, n] = self._allocate_outputs(view, n, n)
             every_row = np.tile(np.arange(n), (view.size, 1))
             self._steps[key] = self._bind(view, tokens.tensor, every_row, self._outputs[view, n])
-        return self._run(self._steps[key], view, n)
+        verified = self._run(self._steps[key], view, n)
+        for request in requests:
+            self._fed[self._slots.slot(request)] = n
+        return verified
 
     def commit(self, request: Hashable, rows: int) -> None:
-        """Commit the first `rows` tokens of the last verification."""
-        self._length[self._slots.slot(request)] += rows
+        """Commit the first `rows` tokens of the request's last verification. Raises RequestError unless they are 1 to its width."""
+        slot = self._slots.slot(request)
+        if not 1 <= rows <= self._fed[slot]:
+            raise RequestError(f"request {request!r} commits {rows} rows, expected 1..{self._fed[slot]} of its last verification")
+        self._length[slot] += rows
+        self._fed[slot] = 0
 
     def _allocate_outputs(self, view: View, n: int, logit_rows: int) -> dict[str, Tensor]:
         config = self._manifest.drafter

@@ -31,7 +31,7 @@ class Tokenizer:
             raise BundleError(f"{path} cannot be read ({error}): export the bundle again") from error
         self._config = _read_json(directory / "tokenizer_config.json")
         template = directory / "chat_template.jinja"
-        self._template = template.read_text(encoding="utf-8") if template.exists() else self._config.get("chat_template")
+        self._template = template.read_text(encoding="utf-8") if template.exists() else _default(self._config.get("chat_template"))
 
     @property
     def has_chat_template(self) -> bool:
@@ -77,7 +77,7 @@ class Tokenizer:
         arguments = {"add_generation_prompt": True, "enable_thinking": False, **self._special_tokens(), **kwargs}
         try:
             return environment.from_string(self._template).render(messages=list(messages), **arguments)
-        except TemplateError as error:
+        except (TemplateError, TypeError, ValueError, AttributeError, KeyError) as error:  # what a template does with odd messages
             raise RequestError(f"the chat template refuses these messages: {error}") from error
 
     def _special_tokens(self) -> dict[str, str]:
@@ -135,6 +135,14 @@ def _ids(eos: int | list[int] | None) -> Iterator[int]:
         yield from [eos] if isinstance(eos, int) else eos
 
 
+def _default(template: Any) -> str | None:
+    """Return a template, or the one named `default` of a list of named ones."""
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
 def _raise_template_error(message: str) -> None:
     from jinja2 import TemplateError
 
@@ -144,5 +152,8 @@ def _raise_template_error(message: str) -> None:
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
-    values = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BundleError(f"{path} is not JSON ({error}): mend the target's file and export again") from error
     return values if isinstance(values, dict) else {}

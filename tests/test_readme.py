@@ -74,3 +74,8 @@ def test_modules_named_in_the_architecture_exist() -> None:
     for folder in ("export", "runtime"):
         unnamed = {p.name for p in (ROOT / folder).glob("*.py")} - named - {"__init__.py", "cli.py", "errors.py", "terminal.py"}
         assert not unnamed, f"{folder}: {unnamed} are not in ARCHITECTURE.md"
+
+
+def test_no_placeholder_is_left() -> None:
+    for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"):
+        assert not re.findall(r"@[A-Z]+@", (ROOT / name).read_text())

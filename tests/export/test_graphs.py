@@ -14,7 +14,8 @@ from engines import open_parts
 from random_pair import write_pair
 
 from dspark.plugins.contract import DOMAIN, PLUGIN_ATTRIBUTES
-from dspark.runtime.graphs import GRAPHS, signatures
+from dspark.runtime.graphs import CONTEXT, GRAPHS, signatures
+from dspark.runtime.state import View
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +80,7 @@ def test_loads_with_no_extra_library(bundle: Path) -> None:
 @pytest.mark.parametrize("rows", [1, 7, 32])
 @pytest.mark.parametrize("seeded", [0, 3, 200])
 def test_sizes_are_not_baked_in(small_bundle: Path, batch: int, rows: int, seeded: int) -> None:
-    """Any batch and chunk, on empty, partly full and full rings, equals the same rows written alone (case G5)."""
+    """Any batch and chunk, on empty, partly full and full rings, equals the same rows written one by one (case G5)."""
     rng = np.random.default_rng(batch * rows + seeded)
     taps = rng.standard_normal((batch, seeded + rows, 3 * 64)).astype(np.float32)
     together, alone = open_parts(small_bundle), open_parts(small_bundle)
@@ -89,8 +90,13 @@ def test_sizes_are_not_baked_in(small_bundle: Path, batch: int, rows: int, seede
             parts.slots.admit(name)
             if seeded:
                 parts.drafter.write_context(name, taps[name, :seeded], np.arange(seeded))
-    where = np.tile(np.arange(seeded, seeded + rows), (batch, 1))
-    together.drafter.write_context_batched(names, taps[:, seeded:], where)
+    together.drafter.rings.reserve(seeded + rows)
+    engine, view = together.engine, View(0, batch, tuple(names))
+    chunk, start = engine.allocate((batch, rows, 3 * 64), "model"), engine.allocate((batch,), "int64")
+    chunk.write(taps[:, seeded:])
+    start.write(seeded)
+    engine.bind(CONTEXT, {"taps": chunk, "start": start, **together.drafter.rings.tensors(view)}).run()
+    together.drafter._total[:batch] = seeded + rows
     drafted = together.drafter.propose(names, [5] * batch).debug["draft_logits"].read()[:batch].copy()
     for name in names:
         for i in range(rows):

@@ -166,11 +166,13 @@ def test_added_token_of_another_string(tmp_path: Path) -> None:
     assert checked_faults(target, drafter) == ["token id 301 is '<mask>' for the target and '<pad>' for the drafter"]
 
 
-def test_tokenizers_of_other_sizes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ours", "theirs"), [(300, 299), (299, 300), (300, 302)])
+def test_tokenizers_of_other_sizes(tmp_path: Path, ours: int, theirs: int) -> None:
+    """Only equal ids are compared: a drafter may add a mask token, or lack what the target added."""
     target, drafter = write_target(tmp_path), write_drafter(tmp_path)
-    write_tokenizer(target, letters(300))
-    write_tokenizer(drafter, letters(299))
-    assert checked_faults(target, drafter) == ["the target's tokenizer has 300 ids, the drafter's 299"]
+    write_tokenizer(target, letters(ours))
+    write_tokenizer(drafter, letters(theirs))
+    load_pair(target, drafter)
 
 
 @pytest.mark.parametrize("added", [None, {"<end>": 320}])

@@ -68,12 +68,14 @@ def test_compare_says_when_outputs_differ(pair_bundle: Path, capsys: pytest.Capt
 
 
 def test_chat_keeps_the_history(pair_bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    lines, seen, encode = iter([QUESTION, "And now?", ""]), [], LLM.encode
+    lines, seen, encode = iter([QUESTION, "word " * 2000, "And now?", ""]), [], LLM.encode
     monkeypatch.setattr("builtins.input", lambda _prompt: next(lines))
     monkeypatch.setattr(LLM, "encode", lambda self, prompt, kwargs=None: seen.append(prompt) or encode(self, prompt, kwargs))
     assert main(["run", str(pair_bundle), "--max-tokens", "20"]) == 0
-    assert [message["role"] for message in seen[1]] == ["user", "assistant", "user"]
-    assert seen[1][1]["content"] in capsys.readouterr().out
+    assert [message["role"] for message in seen[2]] == ["user", "assistant", "user"]
+    captured = capsys.readouterr()
+    assert seen[2][1]["content"] in captured.out
+    assert "max_seq_len is 1024" in captured.err, "a turn that is too long is refused, and the chat goes on"
 
 
 @pytest.mark.parametrize(
@@ -85,6 +87,7 @@ def test_chat_keeps_the_history(pair_bundle: Path, capsys: pytest.CaptureFixture
         (["--prompt", "x", "--max-tokens", "0"], "max_tokens is 0"),
         (["--prompt", "x", "--num-speculative-tokens", "9"], "serves 1..7"),
         (["--compare"], "--compare needs a prompt"),
+        (["--compare", "--no-speculative", "--prompt", "x"], "leave out --no-speculative"),
     ],
 )
 def test_refusals(pair_bundle: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,6 +96,12 @@ def test_refusals(pair_bundle: Path, arguments: list[str], message: str, capsys:
 
 
 def test_bad_prompt_lines_are_named(pair_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = '{"text": "a\u2028b"}'  # JSON allows the separator, and it is no end of a line
+    (tmp_path / "p.jsonl").write_text(good + "\n")
+    assert main(["run", str(pair_bundle), "--prompt-file", str(tmp_path / "p.jsonl"), "--max-tokens", "2"]) == 0
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    assert main(["run", str(pair_bundle), "--prompt-file", str(tmp_path / "latin.txt")]) == 2
+    assert "latin.txt is not UTF-8 text" in capsys.readouterr().err
     for text in ("not json", '{"other": 1}', "[1, 2]"):
         (tmp_path / "p.jsonl").write_text('{"ids": [1]}\n' + text)
         assert main(["run", str(pair_bundle), "--prompt-file", str(tmp_path / "p.jsonl")]) == 2
@@ -122,6 +131,26 @@ def test_inspect(pair_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "draft.onnx has changed" in capsys.readouterr().err
 
 
+def test_inspect_tells_of_a_missing_checkpoint(export: Export, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The moment one needs it: what the bundle is, and what it lacks."""
+    source = export(GOLDEN / "vanilla", ctx_window="full", debug_outputs=True)
+    bundle = tmp_path / "bundle"
+    shutil.copytree(source, bundle)
+    text = (bundle / "manifest.json").read_text().replace(str(GOLDEN / "vanilla"), str(tmp_path / "gone"))
+    (bundle / "manifest.json").write_text(text)
+    assert main(["inspect", str(bundle)]) == 1
+    captured = capsys.readouterr()
+    assert "block 7" in captured.out
+    assert f"checkpoint file {tmp_path}/gone/target/model.safetensors is missing" in captured.err
+
+
+def test_a_reader_that_has_enough(pair_bundle: Path) -> None:
+    command = f"{sys.executable} -m dspark.runtime.cli run {pair_bundle} --prompt a --ignore-eos --max-tokens 300 | head -c 1"
+    result = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)
+    assert result.returncode == 0
+    assert "Broken pipe" not in result.stderr
+
+
 def test_interrupt_leaves_a_clean_terminal(pair_bundle: Path) -> None:
     """Ctrl-C while text streams: exit code 130 at once, what was shown stays, the line is ended."""
     command = [sys.executable, "-u", "-m", "dspark.runtime.cli", "run", str(pair_bundle), "--prompt", "a", "--ignore-eos"]
@@ -146,6 +175,7 @@ def test_interrupt_at_the_chat_prompt(pair_bundle: Path) -> None:
     shown = b""
     while b"> " not in shown:
         shown += os.read(controller, 4096)
+    time.sleep(0.5)  # until the line editor listens: a signal just before would wait for the next key
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=5) == 130
     assert b"Traceback" not in shown

@@ -22,6 +22,12 @@ def golden(request: pytest.FixtureRequest, export: Export) -> tuple[dict[str, An
     return load_file(folder / "golden.safetensors"), export(folder, ctx_window="full", debug_outputs=True)
 
 
+def test_which_folders_have_confidence() -> None:
+    without = [f for f in FOLDERS if "draft.0.confidence_logits" not in load_file(GOLDEN / f / "golden.safetensors")]
+    assert without == ["dflash"]
+    assert len(FOLDERS) == 6
+
+
 def test_draft_rounds(golden: tuple[dict[str, Any], Path]) -> None:
     """Six rounds over one growing context: round 0 seeded as a prefill, later rounds with their new rows in the draft call."""
     values, bundle = golden
@@ -38,8 +44,8 @@ def test_draft_rounds(golden: tuple[dict[str, Any], Path]) -> None:
         np.testing.assert_array_equal(proposals.tokens()[0], values[f"draft.{r}.tokens"])
         np.testing.assert_allclose(proposals.debug["block_hidden"].read()[0], values[f"draft.{r}.hidden"], atol=1e-4)
         np.testing.assert_allclose(proposals.debug["draft_logits"].read()[0], values[f"draft.{r}.logits"], atol=1e-4)
-        if f"draft.{r}.confidence_logits" in values:
-            assert proposals.confidence_logits is not None
+        assert (proposals.confidence_logits is None) == (f"draft.{r}.confidence_logits" not in values)
+        if proposals.confidence_logits is not None:
             np.testing.assert_allclose(proposals.confidence_logits.read()[0], values[f"draft.{r}.confidence_logits"], atol=1e-4)
     rings = [tensor.read()[0] for tensor in parts.drafter.rings.tensors(parts.slots.view(["r"])).values()]
     for layer in range(len(rings) // 2):

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnxruntime
 import pytest
 from conftest import GOLDEN, Export
@@ -14,7 +15,7 @@ from dspark.runtime import LLM, SamplingParams
 from dspark.runtime.errors import BundleError, EngineError, LimitError, RequestError
 from dspark.runtime.stats import Stats
 from dspark.runtime.stop import StopRule
-from dspark.runtime.tokenizer import TextStream, load_tokenizer
+from dspark.runtime.tokenizer import TextStream, end_tokens, load_tokenizer
 
 CHAT = [{"role": "user", "content": "Sara is 29 years old. Josh is 11 years younger than Sara. What is the sum of their ages?"}]
 
@@ -34,6 +35,9 @@ def test_kinds_of_prompts(llm: LLM) -> None:
     assert [o.token_ids for o in mixed[:2]] == texts * 2
     assert mixed[2].token_ids == llm.generate(CHAT, params)[0].token_ids
     assert mixed[2].prompt_token_ids == llm.encode(CHAT)
+    arrays = llm.generate([np.array(ids), np.array(ids)], params)
+    assert [o.token_ids for o in arrays] == texts * 2
+    assert [o.token_ids for o in llm.generate(np.array(ids), params)] == texts
     assert llm.generate([], params) == []
 
 
@@ -132,6 +136,8 @@ def test_thinking_is_off_unless_asked_for(llm: LLM, caplog: pytest.LogCaptureFix
         ([1] * 1024, "the prompt has 1024 tokens, max_seq_len is 1024"),
         ([1, "a"], "expected text, token ids, or chat messages"),
         ([1.5], "expected text, token ids, or chat messages"),
+        (5, "expected text, token ids, or chat messages"),
+        ([{"role": "user", "content": None}], "chat template refuses"),
     ],
 )
 def test_refused_prompts(llm: LLM, prompt: Any, message: str) -> None:
@@ -146,6 +152,7 @@ def test_refused_prompts(llm: LLM, prompt: Any, message: str) -> None:
         ({"max_tokens": True}, "max_tokens is True"),
         ({"temperature": 0.7}, "temperature is 0.7: this version decodes greedily"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"stop_token_ids": 5}, "stop_token_ids is 5"),
         ({"max_tokens": -1, "temperature": -1}, r"(?s)max_tokens.*temperature"),
     ],
 )
@@ -192,6 +199,14 @@ def test_a_template_that_reaches_out_is_stopped(pair_bundle: Path, tmp_path: Pat
         assert tokenizer is not None
         with pytest.raises(RequestError, match="chat template refuses"):
             tokenizer.apply_chat_template(CHAT)
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ messages[0].content }}!"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": named}))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer is not None
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}]) == "hi!"
+    (tmp_path / "generation_config.json").write_text("{broken")
+    with pytest.raises(BundleError, match=r"generation_config\.json is not JSON"):
+        end_tokens(tmp_path, tokenizer)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(BundleError, match=r"tokenizer\.json cannot be read"):
         load_tokenizer(tmp_path)

@@ -125,7 +125,7 @@ def test_junk_rows_are_never_visible(parts: Parts, drafter: oracle.Drafter) -> N
     for count in [1, 8, 3, 2, 7, 1, 1, 5, 8, 8, 4, 6, 1, 2, 3]:
         new = rng.standard_normal((8, taps.shape[1])).astype(np.float32)
         taps = np.concatenate([taps, new[:count]])
-        new[count:] = 1e3
+        new[count:] = 1e3 if count % 2 else np.nan
         expected = drafter.windowed(taps, len(taps), 17, window=WINDOW)
         logits = draft_logits(parts, "r", 17, taps=new[None], counts=[count], positions=[len(taps)])
         np.testing.assert_allclose(logits, expected["logits"], atol=TOLERANCE)
@@ -209,7 +209,7 @@ def test_batched_write_equals_single_writes(parts: Parts, small_bundle: Path) ->
     positions = np.array([[n + i for i in range(8)] for n in lengths])
     mask = np.array([[i < count for i in range(8)] for count in valid])
     positions[~mask] = -7
-    taps[~mask] = 1e6
+    taps[~mask] = np.nan
     parts.drafter.write_context_batched(names, taps, positions, mask)
     single = open_parts(small_bundle)
     for name, length in zip(names, lengths, strict=True):
@@ -256,6 +256,29 @@ def test_misuse_leaves_the_state_unchanged(parts: Parts) -> None:
     after = [t.read() for t in parts.drafter.rings.tensors(parts.slots.view(["r"])).values()]
     for old, new in zip(before, after, strict=True):
         np.testing.assert_array_equal(old, new)
+
+
+def test_positions_beyond_the_limit_are_refused(parts: Parts) -> None:
+    """The ring is sized by the longest sequence: behind it junk rows would come into sight."""
+    limit = parts.engine.manifest.limits.max_seq_len
+    parts.slots.admit("r")
+    with pytest.raises(LimitError, match=rf"positions end at {limit}, the bundle allows sequences of {limit} tokens"):
+        parts.drafter.write_context("r", taps_of(parts, 2), [limit - 1, limit])
+    parts.drafter.write_context("r", taps_of(parts, 1), [limit - 1])
+    with pytest.raises(LimitError):
+        parts.drafter.propose(["r"], [1], taps_of(parts, 1)[None], [1])
+    assert parts.drafter.total("r") == limit
+
+
+def test_admission_clears_the_slot(parts: Parts, drafter: oracle.Drafter) -> None:
+    """Also when the last user was never released from the drafter."""
+    parts.slots.admit("before")
+    parts.drafter.write_context("before", taps_of(parts, 40), np.arange(40))
+    parts.slots.release("before")
+    parts.slots.admit("r")
+    assert parts.drafter.total("r") == 0
+    expected = drafter.windowed(taps_of(parts, 1)[:0], 0, 17, window=WINDOW)
+    np.testing.assert_allclose(draft_logits(parts, "r", 17), expected["logits"], atol=TOLERANCE)
 
 
 def test_slots_run_out(parts: Parts) -> None:

@@ -1,9 +1,7 @@
-"""Trace stages of a model with no weights in memory, and join them to a whole graph.
+"""Trace stages of torch models, with no weights in memory, into ONNX functions.
 
-Layers of a model are alike, so one layer is traced and called once per layer: each stage becomes a local function, the graph is a row
-of calls with each layer's weights, and the calls are inlined. Export time hardly grows with depth.
-Knows torch.export and onnx-ir. Does not know the models (export.graphs joins them) nor where weights lie (export.weights).
-Shape letters as in runtime.graphs.
+Layers of a model are alike, so one layer is traced; `export.assemble` calls it once per layer.
+Knows torch.export and onnx-ir. Does not know the models (export.graphs names their stages). Shape letters as in runtime.graphs.
 """
 
 from __future__ import annotations
@@ -19,18 +17,13 @@ from typing import TypeVar
 import onnx_ir as ir
 import onnxscript.optimizer
 import torch
-from onnx_ir.passes.common import (
-    ClearMetadataAndDocStringPass,
-    CommonSubexpressionEliminationPass,
-    InlinePass,
-    RemoveUnusedNodesPass,
-)
+from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import Dim
 
 from dspark.plugins.contract import DOMAIN, VERSION
-from dspark.runtime.graphs import MODEL_DTYPE, Signature, TensorSpec
+from dspark.runtime.graphs import MODEL_DTYPE, TensorSpec
 
 _TORCH_DTYPES = {
     "fp32": torch.float32,
@@ -40,22 +33,14 @@ _TORCH_DTYPES = {
     "int64": torch.int64,
     "bool": torch.bool,
 }
-_IR_DTYPES = {
-    "fp32": ir.DataType.FLOAT,
-    "fp16": ir.DataType.FLOAT16,
-    "bf16": ir.DataType.BFLOAT16,
-    "float32": ir.DataType.FLOAT,
-    "int64": ir.DataType.INT64,
-    "bool": ir.DataType.BOOL,
-}
 
-_STAGES = "stage"
-_IR_VERSION = 11
+STAGES = "stage"
+IR_VERSION = 11
 _FOLDED_SIZE_LIMIT = 1024
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
-# Any sizes above 1 do: they only have to be distinct from each other and from no model dimension.
+# Any sizes above 1: the exporter would take 1 for a fixed size.
 _EXAMPLE_SIZES = {"B": 2, "N": 3, "M": 2, "R": 48, "S": 80, "Q": 7}
 
 
@@ -168,13 +153,13 @@ class Tracer:
             value.const_value = None
         for value in (*graph.inputs, *(output for node in graph for output in node.outputs)):
             _drop_suffixes(value)
-        traced = ir.Model(graph, ir_version=_IR_VERSION)
+        traced = ir.Model(graph, ir_version=IR_VERSION)
         # Small outputs only: a folded range over the vocabulary would be stored once per use.
         onnxscript.optimizer.optimize_ir(traced, output_size_limit=_FOLDED_SIZE_LIMIT)
         _read_sizes_from_last_input(graph, len(inputs))
         _initializers_to_constants(graph)
         ClearMetadataAndDocStringPass()(traced)
-        function = ir.Function(domain=_STAGES, name=plan.name, graph=graph, attributes=[])
+        function = ir.Function(domain=STAGES, name=plan.name, graph=graph, attributes=[])
         prefix = f"models.{list(dict.fromkeys(p.model for p in self._plans)).index(plan.model)}."
         return Stage(function, tuple(str(value.name).removeprefix(prefix) for value in weights))
 
@@ -243,68 +228,3 @@ def _drop_suffixes(value: ir.Value) -> None:
     if value.shape is not None:
         dims = [re.sub(r"\b([A-Z])_\d+", r"\1", str(d.value)) if isinstance(d, ir.SymbolicDim) else d for d in value.shape]
         value.shape = ir.Shape(dims)
-
-
-class Assembly:
-    """A graph in the making: call stages on values, then `finish`.
-
-    `weight` returns the tensor of a parameter name; each is registered once, whatever the number of its uses.
-    """
-
-    def __init__(self, name: str, signature: Signature, dtype: str, opset: int, weight: Callable[[str], ir.TensorProtocol]) -> None:
-        self._signature, self._dtype, self._weight = signature, dtype, weight
-        self._inputs = {spec.name: self._value(spec) for spec in signature.inputs}
-        self._weights: dict[str, ir.Value] = {}
-        self._functions: dict[ir.OperatorIdentifier, ir.Function] = {}
-        imports = {"": opset, DOMAIN: VERSION, _STAGES: 1}
-        self._graph = ir.Graph(list(self._inputs.values()), [], nodes=[], opset_imports=imports, name=name)
-
-    def __getitem__(self, name: str) -> ir.Value:
-        return self._inputs[name]
-
-    def call(self, stage: Stage, *inputs: ir.Value, layer: int | None = None) -> list[ir.Value]:
-        """Call `stage`; in the names of its weights `layers.0.` stands for `layers.<layer>.`."""
-        names = [n if layer is None else n.replace("layers.0.", f"layers.{layer}.", 1) for n in stage.weights]
-        weights = [self._weight_value(name) for name in names]
-        self._functions[stage.function.identifier()] = stage.function
-        outputs = len(stage.function.outputs)
-        node = ir.node(stage.function.name, [*inputs, *weights], domain=_STAGES, num_outputs=outputs)
-        self._graph.append(node)
-        return list(node.outputs)
-
-    def finish(self, outputs: Sequence[ir.Value], functions: Sequence[ir.Function]) -> ir.Model:
-        """Return the model with `outputs` named by the signature and the operators' `functions` attached."""
-        self._graph.outputs.extend(outputs)
-        model = ir.Model(self._graph, ir_version=_IR_VERSION, producer_name="dspark", functions=list(self._functions.values()))
-        InlinePass()(model)
-        CommonSubexpressionEliminationPass()(model)
-        RemoveUnusedNodesPass()(model)
-        assert len(self._graph.outputs) == len(self._signature.outputs)
-        for value, spec in zip(self._graph.outputs, self._signature.outputs, strict=True):
-            declared = self._value(spec)
-            value.name, value.shape, value.type = spec.name, declared.shape, declared.type
-        used = {node.op_type for node in self._graph if node.domain == DOMAIN}
-        for function in functions:
-            if function.name in used:
-                model.functions[function.identifier()] = function
-        for name, node in enumerate(self._graph):
-            node.name = f"{node.op_type}.{name}"
-        del model.opset_imports[_STAGES]
-        if not used:
-            del model.opset_imports[DOMAIN]
-        return model
-
-    def _weight_value(self, name: str) -> ir.Value:
-        if name not in self._weights:
-            tensor = self._weight(name)
-            # Two parameters may name one tensor (a tied head): it is mapped once, under the tensor's own name.
-            known = self._graph.initializers.get(tensor.name or name)
-            if known is None:
-                known = ir.Value(name=tensor.name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
-                self._graph.register_initializer(known)
-            self._weights[name] = known
-        return self._weights[name]
-
-    def _value(self, spec: TensorSpec) -> ir.Value:
-        dtype = self._dtype if spec.dtype == MODEL_DTYPE else spec.dtype
-        return ir.Value(name=spec.name, shape=ir.Shape(spec.shape), type=ir.TensorType(_IR_DTYPES[dtype]))

@@ -1,7 +1,7 @@
 """Time, peak memory and bytes of exporting pairs of the published shapes.
 
-    python benchmarks/export.py 4b 8b 14b                      # by reference, bf16: what GPU engines take
-    python benchmarks/export.py --dtype fp32 0.6b 1.7b         # converted for the CPU
+    python benchmarks/export_shapes.py 4b 8b 14b                      # by reference, bf16: what GPU engines take
+    python benchmarks/export_shapes.py --dtype fp32 0.6b 1.7b         # converted for the CPU
 
 Each export is a process of its own. Weight files are holes: an export by reference reads headers only, a conversion reads zeros.
 """
