@@ -40,16 +40,7 @@ class Drafter:
 
     def __init__(self, engine: Engine, slots: Slots) -> None:
         self._engine, self._slots, self._manifest = engine, slots, engine.manifest
-        config = self._manifest.drafter
-        self.rings = State(
-            engine,
-            "ring",
-            layers=config.num_hidden_layers,
-            slots=slots.count,
-            heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            limit=self._manifest.ring_capacity,
-        )
+        self.rings = State(engine, "ring", self._manifest.drafter, slots.count, self._manifest.ring_capacity)
         self._total = np.zeros(slots.count, np.int64)
         self._first = np.zeros(slots.count, np.int64)
         slots.on_admission(self._clear)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from weakref import WeakSet
 
+from dspark.runtime.config import TransformerConfig
 from dspark.runtime.engine import Engine, Step, Tensor
 from dspark.runtime.errors import EngineError, LimitError, RequestError, UnknownRequestError
 from dspark.runtime.graphs import MODEL_DTYPE, round_up_16, state_names
@@ -90,13 +91,13 @@ class Slots:
 class State:
     """One tensor `[slots, heads, capacity, head_dim]` per layer and part; `kind` is `ring` or `cache`."""
 
-    def __init__(self, engine: Engine, kind: str, *, layers: int, slots: int, heads: int, head_dim: int, limit: int) -> None:
+    def __init__(self, engine: Engine, kind: str, config: TransformerConfig, slots: int, limit: int) -> None:
         most = engine.manifest.limits.max_batch_size
         if not 1 <= slots <= most:
             raise LimitError(f"{slots} slots, the bundle allows 1..{most} requests at once")
         self._engine, self._kind, self._limit = engine, kind, limit
-        self._names = [name for name, _ in state_names(kind, layers)]
-        self._slots, self._heads, self._head_dim = slots, heads, head_dim
+        self._names = [name for name, _ in state_names(kind, config.num_hidden_layers)]
+        self._slots, self._heads, self._head_dim = slots, config.num_key_value_heads, config.head_dim
         self.capacity = 0
         self._tensors: dict[str, Tensor] = {}
         self._views: dict[tuple[int, int], dict[str, Tensor]] = {}

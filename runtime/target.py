@@ -53,19 +53,11 @@ class Qwen3Target:
 
     def __init__(self, engine: Engine, slots: Slots, max_seq_len: int | None = None) -> None:
         self._engine, self._slots, self._manifest = engine, slots, engine.manifest
-        config, limits = self._manifest.target, self._manifest.limits
+        limits = self._manifest.limits
         self.max_seq_len = limits.max_seq_len if max_seq_len is None else max_seq_len
         if not 2 <= self.max_seq_len <= limits.max_seq_len:
             raise LimitError(f"max_seq_len is {self.max_seq_len}, the bundle allows 2..{limits.max_seq_len}")
-        self.caches = State(
-            engine,
-            "cache",
-            layers=config.num_hidden_layers,
-            slots=slots.count,
-            heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            limit=self._manifest.cache_capacity,
-        )
+        self.caches = State(engine, "cache", self._manifest.target, slots.count, self._manifest.cache_capacity)
         self._length = np.zeros(slots.count, np.int64)
         self._fed = np.zeros(slots.count, np.int64)
         slots.on_admission(self._clear)

@@ -9,6 +9,7 @@ import pytest
 from random_pair import Shape, write_pair
 
 from dspark.export.bundle import ExportOptions, export_bundle
+from dspark.runtime.config import DrafterConfig, TargetConfig
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = ROOT / "tests" / "golden"
@@ -33,6 +34,43 @@ SMALL = Shape(
     mask=301,
 )
 """A small random pair; ids 300..319 stand for rows past the tokenizer, the mask token among them."""
+
+SMALL_TARGET = TargetConfig(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=6,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=320,
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    max_position_embeddings=512,
+    attention_bias=False,
+    tie_word_embeddings=False,
+)
+SMALL_DRAFTER = DrafterConfig(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=320,
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    max_position_embeddings=512,
+    attention_bias=False,
+    block_size=7,
+    mask_token_id=301,
+    target_layer_ids=(1, 3, 4),
+    num_target_layers=6,
+    markov_rank=8,
+    markov_head_type="vanilla",
+    enable_confidence_head=True,
+    confidence_head_with_markov=True,
+)
+"""What the configurations of SMALL are as the runtime knows them."""
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import GOLDEN, PAIR, SMALL
+from conftest import GOLDEN, PAIR, SMALL, SMALL_DRAFTER
 from random_pair import SHAPES, drafter_config, target_config
 
 from dspark.export.configs import read_drafter_config, read_target_config
@@ -68,29 +68,6 @@ def in_layout(layout: str) -> Config:
 def faults(error: pytest.ExceptionInfo[BaseException]) -> list[str]:
     """Return the faults that an error lists."""
     return str(error.value).split("\n  - ")[1:]
-
-
-SMALL_DRAFTER = DrafterConfig(
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    vocab_size=320,
-    rms_norm_eps=1e-6,
-    rope_theta=1e6,
-    max_position_embeddings=512,
-    attention_bias=False,
-    block_size=7,
-    mask_token_id=301,
-    target_layer_ids=(1, 3, 4),
-    num_target_layers=6,
-    markov_rank=8,
-    markov_head_type="vanilla",
-    enable_confidence_head=True,
-    confidence_head_with_markov=True,
-)
 
 
 @pytest.mark.parametrize("layout", ["flat", "prefixed", "dspark_config", "dflash_config", "mixed"])

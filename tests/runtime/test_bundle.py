@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import SMALL_DRAFTER, SMALL_TARGET
 
 from dspark.plugins.contract import VERSION as OPS_CONTRACT
 from dspark.runtime import bundle as bundle_module
@@ -26,7 +27,6 @@ from dspark.runtime.bundle import (
     record_file,
     state_bytes,
 )
-from dspark.runtime.config import DrafterConfig, TargetConfig
 from dspark.runtime.errors import BundleError
 
 BAD = sorted((Path(__file__).parent.parent / "bad").glob("*.json"))
@@ -45,42 +45,6 @@ BAD_REASONS = {
 GRAPH_FILES = ("context.onnx", "draft.onnx", "target.onnx", "accept.onnx")
 WEIGHTS = "weights/model.safetensors"
 DELETE = object()
-
-TARGET = TargetConfig(
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=6,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    vocab_size=320,
-    rms_norm_eps=1e-6,
-    rope_theta=1e6,
-    max_position_embeddings=512,
-    attention_bias=False,
-    tie_word_embeddings=False,
-)
-DRAFTER = DrafterConfig(
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    vocab_size=320,
-    rms_norm_eps=1e-6,
-    rope_theta=1e6,
-    max_position_embeddings=512,
-    attention_bias=False,
-    block_size=7,
-    mask_token_id=301,
-    target_layer_ids=(1, 3, 4),
-    num_target_layers=6,
-    markov_rank=8,
-    markov_head_type="vanilla",
-    enable_confidence_head=True,
-    confidence_head_with_markov=True,
-)
 
 
 def make_bundle(directory: Path, *, reference: Path | None = None) -> Manifest:
@@ -105,8 +69,8 @@ def make_bundle(directory: Path, *, reference: Path | None = None) -> Manifest:
         ops_contract=OPS_CONTRACT,
         opset=23,
         dtype="fp32",
-        target=TARGET,
-        drafter=DRAFTER,
+        target=SMALL_TARGET,
+        drafter=SMALL_DRAFTER,
         num_speculative_tokens=7,
         window=32,
         ring_capacity=48,
@@ -189,7 +153,7 @@ def test_manifest_is_deterministic_and_survives_a_round_trip(whole: Path) -> Non
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn", "none"])
 def test_other_pairs_survive_a_round_trip(tmp_path: Path, kind: str) -> None:
     manifest = make_bundle(tmp_path / "bundle")
-    drafter = dataclasses.replace(DRAFTER, markov_head_type=kind, target_layer_ids=(-1,), confidence_head_bias=False)
+    drafter = dataclasses.replace(SMALL_DRAFTER, markov_head_type=kind, target_layer_ids=(-1,), confidence_head_bias=False)
     manifest = dataclasses.replace(manifest, drafter=drafter, dtype="bf16", debug_outputs=True)
     (tmp_path / "bundle" / "manifest.json").write_text(manifest.to_json())
     assert load_bundle(tmp_path / "bundle").manifest == manifest
@@ -208,8 +172,8 @@ def test_state_bytes() -> None:
         1,
         23,
         "fp32",
-        TARGET,
-        DRAFTER,
+        SMALL_TARGET,
+        SMALL_DRAFTER,
         7,
         32,
         48,
