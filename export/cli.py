@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.ERROR if args.quiet else logging.WARNING)
     line = ProgressLine(sys.stderr, enabled=not args.quiet)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that unfinished files are removed
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that unfinished files are removed
     try:
         return _run(args, line)
     except DSparkError as error:
@@ -38,6 +38,8 @@ def main(argv: list[str] | None = None) -> int:
         line.clear()
         print("dspark-export: interrupted; no unfinished files are left", file=sys.stderr)
         return 130
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _run(args: argparse.Namespace, line: ProgressLine) -> int:

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from dspark.runtime.errors import CheckpointError, ExportError
 WANTED = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 _IR_DTYPES = {"F32": ir.DataType.FLOAT, "F16": ir.DataType.FLOAT16, "BF16": ir.DataType.BFLOAT16}
 _HEADER_ALIGNMENT = 4096  # data begins on a page
-_INLINED = 1 << 16  # bytes
+_INLINED = 1 << 16  # bytes of a tensor; all such together at most a hundredth of the weights
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Weights:
         self.dtype = WANTED[dtype]
         self.pair = pair
         every = [*pair.target_tensors.values(), *pair.drafter_tensors.values()]
-        self.converted = any(tensor.dtype != self.dtype and not _is_small(tensor) for tensor in every)
+        self.converted = not _can_inline([tensor for tensor in every if tensor.dtype != self.dtype], every)
         self.inside = copy or self.converted
         self._names: dict[str, dict[str, str]] = {"target": {}, "drafter": {}}
         self.tensors: dict[str, StoredTensor] = {}
@@ -163,8 +163,10 @@ class Weights:
         }
 
 
-def _is_small(tensor: StoredTensor) -> bool:
-    return tensor.length <= _INLINED
+def _can_inline(odd: Sequence[StoredTensor], every: Sequence[StoredTensor]) -> bool:
+    """Whether tensors of another dtype are few and small enough to be data of the graphs."""
+    size = sum(tensor.length for tensor in odd)
+    return all(tensor.length <= _INLINED for tensor in odd) and size * 100 <= sum(tensor.length for tensor in every)
 
 
 def common_root(files: list[Path]) -> Path:
