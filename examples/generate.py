@@ -4,6 +4,8 @@ import sys
 
 from dspark.runtime import LLM, SamplingParams
 
+if len(sys.argv) != 2:
+    sys.exit(__doc__)
 llm = LLM(sys.argv[1])
 question = "Tom shares 27 candles equally among 9 friends. How many candles does each friend get?"
 question += "\nPlease reason step by step, and put your final answer within \\boxed{}."

@@ -11,6 +11,7 @@ import logging
 import signal
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 from dspark.runtime.bundle import DTYPES, Manifest
@@ -91,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dspark-export", description="Export a Qwen3 target and its DSpark drafter to a bundle of ONNX graphs."
     )
+    parser.add_argument("--version", action="version", version=f"dspark {version('dspark')}")
     parser.add_argument("target", type=Path, help="Hugging Face directory of the Qwen3 target")
     parser.add_argument("drafter", type=Path, help="directory of its DSpark drafter")
     parser.add_argument("output", type=Path, help="bundle directory to write")

@@ -89,7 +89,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        raise CheckpointError(f"{path} does not exist: expected a Hugging Face model directory with that file") from None
+        raise CheckpointError(f"{path} does not exist: expected a directory with a downloaded Hugging Face model") from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON ({error}): download the file again") from None
     if not isinstance(values, dict):
@@ -104,6 +104,7 @@ def read_target_config(directory: Path) -> TargetConfig:
         actual = reader.values.get("architectures")
         reader.unsupported.append(
             f"architectures is {actual!r:.80}, expected {list(_TARGET_ARCHITECTURES)}: the target must be a dense Qwen3"
+            + (" (are target and drafter swapped?)" if set(_DRAFTER_ARCHITECTURES) & set(reader.architectures()) else "")
         )
     fields = _transformer(reader)
     tied = reader.number("tie_word_embeddings", bool, default=False)
@@ -162,7 +163,11 @@ def _refuse_other_drafters(reader: _Reader) -> None:
         reader.unsupported.append("speculators_model_type: the vLLM speculators layout; pass the original DSpark checkpoint")
     if not set(_DRAFTER_ARCHITECTURES) & set(reader.architectures()):
         actual = values.get("architectures")
-        reader.unsupported.append(f"architectures is {actual!r:.80}, expected one of {', '.join(_DRAFTER_ARCHITECTURES)}")
+        message = f"architectures is {actual!r:.80}, expected one of {', '.join(_DRAFTER_ARCHITECTURES)}"
+        if set(_TARGET_ARCHITECTURES) & set(reader.architectures()):
+            fault = f"{message} (this is a target: are target and drafter swapped?)"
+            raise UnsupportedConfigError(f"{reader.path} asks for what dspark does not support:{numbered([fault])}")
+        reader.unsupported.append(message)
     if values.get("model_type", "qwen3") != "qwen3":
         reader.unsupported.append(f"model_type is {values['model_type']!r}, expected 'qwen3'")
     if reader.drafter_value("sample_from_anchor") is False:

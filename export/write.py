@@ -36,8 +36,11 @@ def check_output(output: Path, *, overwrite: bool) -> None:
 @contextmanager
 def atomic_directory(output: Path, *, overwrite: bool) -> Iterator[Path]:
     """Yield a temporary directory that becomes `output` if the block ends without an exception, and vanishes if not."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+    except OSError as error:
+        raise ExportError(f"{output} cannot be written ({error.strerror}): choose another output") from error
     try:
         scratch.chmod(0o755)
         yield scratch

@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +55,17 @@ def _run(args: argparse.Namespace) -> int:
         threads=args.threads,
     )
     prompts = [_as_message(llm, prompt, raw=args.raw) for prompt in prompts]
+    for number, prompt in enumerate(prompts, 1):
+        try:
+            llm.encode(prompt, kwargs)
+        except RequestError as error:
+            raise RequestError(f"prompt {number}: {error}") from None
     if args.compare and args.no_speculative:
         raise RequestError("--compare decodes both ways: leave out --no-speculative")
     if args.compare:
         return _compare(llm, prompts, params, kwargs, as_json=args.json)
+    if not prompts and args.json:
+        raise RequestError("--json needs a prompt: pass --prompt, --prompt-ids or --prompt-file")
     if not prompts:
         return _chat(llm, params, kwargs)
     for prompt in prompts:
@@ -79,11 +87,16 @@ def _prompts(args: argparse.Namespace) -> Iterator[Prompt]:
         except ValueError:
             raise RequestError(f"--prompt-ids {args.prompt_ids!r}: expected token ids like 1,2,3") from None
     if args.prompt_file is None:
+        if args.limit is not None:
+            raise RequestError("--limit is for a .jsonl file: pass it with --prompt-file")
         return
     if args.prompt_file.suffix != ".jsonl":
         yield _text_of(args.prompt_file)
         return
-    lines = _text_of(args.prompt_file).removesuffix("\n").split("\n")
+    text = _text_of(args.prompt_file)
+    if not text.strip():
+        raise RequestError(f"{args.prompt_file} holds no prompt")
+    lines = text.removesuffix("\n").split("\n")
     for number, line in enumerate(lines[: args.limit], 1):
         try:
             fields = json.loads(line)
@@ -97,6 +110,8 @@ def _text_of(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise RequestError(f"{path} is not UTF-8 text: {error}") from None
+    except OSError as error:
+        raise RequestError(f"--prompt-file {path} cannot be read: {error.strerror}") from None
 
 
 def _as_message(llm: LLM, prompt: Prompt, *, raw: bool) -> Prompt:
@@ -136,7 +151,8 @@ def _chat(llm: LLM, params: SamplingParams, kwargs: dict[str, Any]) -> int:
         try:
             answer = _show(llm, [*messages, turn], params, kwargs)
         except RequestError as error:
-            print(f"dspark: {error}", file=sys.stderr)
+            print(f"dspark: {error}" + ("; the history is cleared, ask again" if messages else ""), file=sys.stderr)
+            messages.clear()
             continue
         messages += [turn, {"role": "assistant", "content": answer}]
 
@@ -227,6 +243,7 @@ def _describe_bundle(bundle: Bundle) -> str:
     need = {"fp32": "any provider; the CPU is the default", "fp16": "any provider; slow on the CPU", "bf16": "a GPU engine"}[m.dtype]
     place = f"by reference below {m.weights.root}, {len(m.weights.files)} files" if m.weights.root else "in the bundle"
     size = sum(record.size for record in m.files.values())
+    window = f"{m.window} positions" + (", more than a sequence may have" if m.window >= limits.max_seq_len else "")
     rows = [
         ("bundle", f"{bundle.directory}, format {m.format_version}, written by dspark {m.dspark_version}"),
         ("graphs", f"{m.dtype}, opset {m.opset}, operator contract {m.ops_contract}; runs on {need}"),
@@ -240,7 +257,7 @@ def _describe_bundle(bundle: Bundle) -> str:
             "proposals",
             f"{m.num_speculative_tokens} a round, verify width {m.num_speculative_tokens + 1}, mask token {d.mask_token_id}",
         ),
-        ("window", f"{m.window} positions, ring of {m.ring_capacity} rows"),
+        ("window", f"{window}, ring of {m.ring_capacity} rows"),
         ("limits", f"{limits.max_batch_size} requests, {limits.max_seq_len} tokens each, prefill chunks of {limits.max_chunk}"),
         ("state", f"at most {caches / 1e6:.1f} MB of caches and {rings / 1e6:.1f} MB of rings a request"),
     ]
@@ -257,6 +274,7 @@ def _positive(text: str) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dspark", description="Generate from a dspark bundle.")
+    parser.add_argument("--version", action="version", version=f"dspark {version('dspark')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     run = commands.add_parser("run", help="generate text, or chat when no prompt is given")
     run.set_defaults(command=_run)

@@ -124,7 +124,7 @@ class Drafter:
         self,
         requests: Sequence[Hashable],
         anchors: Sequence[int],
-        taps: Rows | Array | None = None,
+        taps: Rows | ArrayLike | None = None,
         counts: Sequence[int | None] | None = None,
         positions: Sequence[int] | None = None,
     ) -> Proposals:
@@ -137,6 +137,8 @@ class Drafter:
         view = self._slots.view(requests)
         k = self._manifest.num_speculative_tokens
         counts = [None] * len(requests) if counts is None else list(counts)
+        if taps is not None and not isinstance(taps, Rows):
+            taps = np.asarray(taps)
         self._check_propose(requests, anchors, taps, counts, positions)
         n = 1 if taps is None else _shape(taps)[1]
         slots = slice(view.lo, view.lo + view.size)
@@ -166,7 +168,7 @@ class Drafter:
         config, most = self._manifest.drafter, self._manifest.num_speculative_tokens + 1
         if not len(anchors) == len(counts) == len(requests):
             raise RequestError(f"{len(requests)} requests, {len(anchors)} anchors and {len(counts)} counts: expected one each")
-        if any(not 0 <= token < config.vocab_size for token in anchors):
+        if any(token != int(token) or not 0 <= token < config.vocab_size for token in anchors):
             raise RequestError(f"anchors {list(anchors)}: expected token ids in 0..{config.vocab_size - 1}")
         shape = (0, 0, config.taps_width) if taps is None else _shape(taps)
         rows = shape[1] if len(shape) == 3 else 0
@@ -177,6 +179,8 @@ class Drafter:
         for request, count in zip(requests, counts, strict=True):
             if count is None:
                 continue
+            if taps is None:
+                raise RequestError(f"request {request!r} committed {count} rows, but no taps are given")
             if not 1 <= count <= rows:
                 raise RequestError(f"request {request!r} committed {count} rows, expected 1..{rows} (the bonus included)")
             slot = self._slots.slot(request)

@@ -110,7 +110,10 @@ class LLM:
         speculative: bool | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Iterator[Piece]:
-        """Generate from one prompt and yield pieces as tokens are committed; the last piece holds the output."""
+        """Generate from one prompt and yield pieces as tokens are committed; the last piece holds the output.
+
+        One request runs at a time: finish or close a stream before the next call.
+        """
         request = self._request(prompt, sampling_params or SamplingParams(), chat_template_kwargs)
         text = None if self.tokenizer is None else self.tokenizer.stream()
         for tokens in self._decoder(speculative).decode(request):
@@ -118,7 +121,7 @@ class LLM:
         yield Piece([], text.finish() if text else "", self._output(request))
 
     def encode(self, prompt: Prompt, chat_template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
-        """Return the token ids of a prompt. Raises RequestError if it is empty or holds an id without an embedding row."""
+        """Return the token ids of a prompt. Raises RequestError if it is empty, too long, or holds an id without an embedding row."""
         if isinstance(prompt, str):
             text = prompt
             tokens = self._tokenize(lambda t: t.encode(text))
@@ -135,6 +138,8 @@ class LLM:
             raise RequestError(f"token ids {outside[:5]} are outside the vocabulary's 0..{rows - 1}")
         if not tokens:
             raise RequestError("the prompt is empty: expected at least one token")
+        if len(tokens) >= self._max_seq_len:
+            raise RequestError(f"the prompt has {len(tokens)} tokens, max_seq_len is {self._max_seq_len} with at least one for the output")
         return tokens
 
     def _tokenize(self, use: Any) -> list[int]:
@@ -145,8 +150,6 @@ class LLM:
 
     def _request(self, prompt: Prompt, params: SamplingParams, chat_template_kwargs: Mapping[str, Any] | None) -> Request:
         tokens = self.encode(prompt, chat_template_kwargs)
-        if len(tokens) >= self._max_seq_len:
-            raise RequestError(f"the prompt has {len(tokens)} tokens, max_seq_len is {self._max_seq_len} with at least one for the output")
         own = () if params.ignore_eos else self.end_token_ids
         self._requests += 1
         return Request(self._requests, tokens, StopRule.of([*own, *params.stop_token_ids], params.max_tokens))

@@ -58,7 +58,7 @@ class Slots:
             raise RequestError(f"request {request!r} already holds slot {self._slots[request]}")
         free = set(range(self.count)) - set(self._slots.values())
         if not free:
-            raise LimitError(f"all {self.count} slots are taken: release a request first")
+            raise LimitError(f"all {self.count} slots are taken: release a request, or finish or close the stream that holds one")
         slot = self._slots[request] = min(free)
         for clear in self._clear:
             clear(slot)

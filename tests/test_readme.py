@@ -42,7 +42,7 @@ def test_command(command: str) -> None:
 
 def test_export_options_are_all_described() -> None:
     described = set(re.findall(r"`(--[a-z-]+)", README)) | set(re.findall(r"(--[a-z-]+)", README))
-    assert options_of(export_cli._parser()) - {"--help", "--quiet", "--verbose"} <= described
+    assert options_of(export_cli._parser()) - {"--version", "--help", "--quiet", "--verbose"} <= described
 
 
 def test_options_in_the_text_exist() -> None:
@@ -52,11 +52,14 @@ def test_options_in_the_text_exist() -> None:
 
 
 def test_python_example(pair_bundle: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    generate, draft = re.findall(r"```python\n(.*?)```", README, re.S)
     (tmp_path / "demo-bundle").symlink_to(pair_bundle)
     monkeypatch.chdir(tmp_path)
-    exec(compile(code, "README.md", "exec"), {})
-    assert "stop" in capsys.readouterr().out
+    exec(compile(generate, "README.md", "exec"), {})
+    assert "The final answer is \\boxed{" in (shown := capsys.readouterr().out)
+    assert " stop\n" in shown
+    exec(compile(draft, "README.md", "exec"), {})
+    assert capsys.readouterr().out.startswith("[[")
 
 
 def test_links_resolve() -> None:

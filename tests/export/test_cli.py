@@ -58,8 +58,9 @@ def test_verify_sees_another_checkpoint(tmp_path: Path) -> None:
         ([*PAIR, "OUT", "--num-speculative-tokens", "8"], "expected 1..7"),
         ([*PAIR, "OUT", "--mask-token-id", "999"], "mask_token_id 999 is outside the embedding's 9 rows"),
         ([*PAIR, "OUT", "--dtype", "bf16", "--verify"], "--verify runs on the CPU"),
-        ([PAIR[1], PAIR[1], "OUT"], "expected ['Qwen3ForCausalLM']"),
-        ([PAIR[0], PAIR[0], "OUT"], "expected one of Qwen3DSparkModel, DSparkDraftModel"),
+        ([PAIR[1], PAIR[0], "OUT"], "the target must be a dense Qwen3 (are target and drafter swapped?)"),
+        ([PAIR[0], PAIR[0], "OUT"], "expected one of Qwen3DSparkModel, DSparkDraftModel (this is a target"),
+        ([*PAIR, "/proc/dspark"], "/proc/dspark cannot be written"),
     ],
 )
 def test_refusals(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,14 +68,14 @@ def test_compare_says_when_outputs_differ(pair_bundle: Path, capsys: pytest.Capt
 
 
 def test_chat_keeps_the_history(pair_bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    lines, seen, encode = iter([QUESTION, "word " * 2000, "And now?", ""]), [], LLM.encode
+    lines, seen, encode = iter([QUESTION, "And now?", "word " * 2000, QUESTION, ""]), [], LLM.encode
     monkeypatch.setattr("builtins.input", lambda _prompt: next(lines))
     monkeypatch.setattr(LLM, "encode", lambda self, prompt, kwargs=None: seen.append(prompt) or encode(self, prompt, kwargs))
     assert main(["run", str(pair_bundle), "--max-tokens", "20"]) == 0
-    assert [message["role"] for message in seen[2]] == ["user", "assistant", "user"]
+    assert [[message["role"] for message in messages] for messages in (seen[1], seen[3])] == [["user", "assistant", "user"], ["user"]]
     captured = capsys.readouterr()
-    assert seen[2][1]["content"] in captured.out
-    assert "max_seq_len is 1024" in captured.err, "a turn that is too long is refused, and the chat goes on"
+    assert seen[1][1]["content"] in captured.out
+    assert "max_seq_len is 1024 with at least one for the output; the history is cleared" in captured.err, "the chat goes on"
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,9 @@ def test_chat_keeps_the_history(pair_bundle: Path, capsys: pytest.CaptureFixture
     [
         (["--prompt-ids", "1,x"], "expected token ids like 1,2,3"),
         (["--prompt-ids", "99999"], "outside the vocabulary"),
-        (["--prompt-file", "/nowhere.txt"], "/nowhere.txt"),
+        (["--prompt-file", "/nowhere.txt"], "--prompt-file /nowhere.txt cannot be read: No such file"),
+        (["--prompt-ids", "1", "--limit", "2"], "--limit is for a .jsonl file"),
+        (["--json"], "--json needs a prompt"),
         (["--prompt", "x", "--max-tokens", "0"], "max_tokens is 0"),
         (["--prompt", "x", "--num-speculative-tokens", "9"], "serves 1..7"),
         (["--compare"], "--compare needs a prompt"),

@@ -242,6 +242,8 @@ def test_misuse_leaves_the_state_unchanged(parts: Parts) -> None:
         lambda: parts.drafter.propose(["r"], [1], np.zeros((1, 9, taps.shape[1]), np.float32), [9]),
         lambda: parts.drafter.propose(["r"], [1], np.zeros((1, 2, 7), np.float32), [1]),
         lambda: parts.drafter.propose(["r"], [320]),
+        lambda: parts.drafter.propose(["r"], [1.5]),
+        lambda: parts.drafter.propose(["r"], [1], None, [2]),
         lambda: parts.drafter.propose(["r"], [1, 2]),
         lambda: parts.drafter.propose(["r", "r"], [1, 2]),
         lambda: parts.drafter.propose(["r"], [1], positions=[6]),
