@@ -35,32 +35,22 @@ SMALL = Shape(
 )
 """A small random pair; ids 300..319 stand for rows past the tokenizer, the mask token among them."""
 
-SMALL_TARGET = TargetConfig(
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=6,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    vocab_size=320,
-    rms_norm_eps=1e-6,
-    rope_theta=1e6,
-    max_position_embeddings=512,
-    attention_bias=False,
-    tie_word_embeddings=False,
-)
+_SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 320,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 512,
+    "attention_bias": False,
+}
+SMALL_TARGET = TargetConfig(**_SIZES, num_hidden_layers=6, tie_word_embeddings=False)
 SMALL_DRAFTER = DrafterConfig(
-    hidden_size=64,
-    intermediate_size=96,
+    **_SIZES,
     num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    vocab_size=320,
-    rms_norm_eps=1e-6,
-    rope_theta=1e6,
-    max_position_embeddings=512,
-    attention_bias=False,
     block_size=7,
     mask_token_id=301,
     target_layer_ids=(1, 3, 4),
