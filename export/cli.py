@@ -6,6 +6,7 @@ Knows arguments, messages and exit codes: 0 done, 1 verification failed, 2 refus
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import logging
 import signal
@@ -33,7 +34,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except OSError as error:
         line.clear()
-        print(f"dspark-export: {error}", file=sys.stderr)
+        remedy = ": choose an output with more room" if error.errno == errno.ENOSPC else ""
+        print(f"dspark-export: {error}{remedy}; no unfinished files are left", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         line.clear()

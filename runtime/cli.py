@@ -13,13 +13,15 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dspark.runtime.bundle import Bundle, full_hash_faults, load_bundle, reference_faults, state_bytes
 from dspark.runtime.errors import DSparkError, RequestError
-from dspark.runtime.llm import LLM, Prompt, RequestOutput
-from dspark.runtime.sampling import SamplingParams
-from dspark.runtime.stats import Stats
+
+if TYPE_CHECKING:
+    from dspark.runtime.llm import LLM, Prompt, RequestOutput
+    from dspark.runtime.sampling import SamplingParams
+    from dspark.runtime.stats import Stats
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,6 +46,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    # Imported here, where Ctrl-C is caught: numpy alone takes a tenth of a second.
+    from dspark.runtime.llm import LLM
+    from dspark.runtime.sampling import SamplingParams
+
     kwargs = {"enable_thinking": True} if args.enable_thinking else {}
     params = SamplingParams(max_tokens=args.max_tokens, ignore_eos=args.ignore_eos)
     prompts = list(_prompts(args))
@@ -159,6 +165,8 @@ def _chat(llm: LLM, params: SamplingParams, kwargs: dict[str, Any]) -> int:
 
 def _compare(llm: LLM, prompts: list[Prompt], params: SamplingParams, kwargs: dict[str, Any], *, as_json: bool) -> int:
     """Decode each prompt speculatively and plainly in turn, check identity and print both speeds."""
+    from dspark.runtime.stats import Stats
+
     if not prompts:
         raise RequestError("--compare needs a prompt: pass --prompt, --prompt-ids or --prompt-file")
     speculative, plain, different = Stats(), Stats(), []

@@ -51,6 +51,13 @@ def test_importing_pulls_nothing_heavy(module: str) -> None:
     assert result.stdout.split() == []
 
 
+def test_the_commands_start_with_the_standard_library() -> None:
+    """What loads before Ctrl-C is caught is little: no numpy, no engine."""
+    code = "import sys, dspark.runtime.cli, dspark.export.cli; print('numpy' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"
+
+
 def test_the_runtime_generates_without_the_export_extra(pair_bundle: Path, tmp_path: Path) -> None:
     """Every package of the export extra is made unimportable, and the bundle still decodes."""
     for name in HEAVY:

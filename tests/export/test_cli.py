@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import GOLDEN
 
-from dspark.export import cli, verify
+from dspark.export import bundle, cli, verify
 
 PAIR = [str(GOLDEN / "small_vocab" / "target"), str(GOLDEN / "small_vocab" / "drafter")]
 
@@ -90,3 +91,16 @@ def test_help_and_bad_arguments_need_no_torch(tmp_path: Path) -> None:
     )
     assert result.returncode == 2
     assert 'pip install "dspark[export]"' in result.stderr
+
+
+def test_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is wrong, what to do, and nothing left behind."""
+
+    def full(*_arguments: object, **_options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(bundle, "record_files", full)
+    pair = [str(GOLDEN / "vanilla" / model) for model in ("target", "drafter")]
+    assert cli.main([*pair, str(tmp_path / "out"), "--ctx-window", "full", "--debug-outputs"]) == 2
+    assert "No space left on device: choose an output with more room; no unfinished files are left" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
