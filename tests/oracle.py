@@ -171,7 +171,9 @@ class Drafter:
                 own = own + t["markov_head.markov_w2.weight"] @ mixed
             if self.config["enable_confidence_head"]:
                 features = np.concatenate([row, embedded]) if self.config["confidence_head_with_markov"] else row
-                confidence.append(float(t["confidence_head.proj.weight"][0] @ features + t["confidence_head.proj.bias"][0]))
+                confidence.append(
+                    float(t["confidence_head.proj.weight"][0] @ features + t.get("confidence_head.proj.bias", np.zeros(1))[0])
+                )
             logits.append(own)
             tokens.append(int(own.argmax()))
         return {"tokens": np.array(tokens[1:]), "logits": np.array(logits), "confidence_logits": np.array(confidence)}

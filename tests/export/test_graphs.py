@@ -8,10 +8,11 @@ import numpy as np
 import onnx
 import onnx.inliner
 import onnxruntime
+import oracle
 import pytest
 from conftest import GOLDEN, SMALL, Export
 from engines import open_parts
-from random_pair import write_pair
+from random_pair import drafter_config, drafter_tensors, target_config, target_tensors, write_checkpoint, write_pair
 
 from dspark.plugins.contract import DOMAIN, PLUGIN_ATTRIBUTES
 from dspark.runtime.graphs import CONTEXT, GRAPHS, signatures
@@ -123,3 +124,19 @@ def test_float16_survives_outlier_channels(export: Export, tmp_path_factory: pyt
     for a, b in zip(ours, exact, strict=True):
         assert a @ b / np.linalg.norm(a) / np.linalg.norm(b) >= 0.999
     np.testing.assert_array_equal(drafts["fp16"].tokens(), drafts["fp32"].tokens())
+
+
+def test_a_confidence_head_without_bias(export: Export, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Drafters of other families store no bias (case F8): the graph's confidences are those without one."""
+    pair = tmp_path_factory.mktemp("no_bias")
+    write_checkpoint(pair / "target", target_config(SMALL), target_tensors(SMALL), dtype="fp32", seed=1, deviation=0.15)
+    tensors = {name: size for name, size in drafter_tensors(SMALL).items() if name != "confidence_head.proj.bias"}
+    write_checkpoint(pair / "drafter", drafter_config(SMALL), tensors, dtype="fp32", seed=2, deviation=0.15)
+    parts = open_parts(export(pair, ctx_window=32))
+    parts.slots.admit("r")
+    taps = np.random.default_rng(0).standard_normal((10, 3 * 64)).astype(np.float32)
+    parts.drafter.write_context("r", taps, np.arange(10))
+    proposals = parts.drafter.propose(["r"], [17])
+    expected = oracle.Drafter(pair / "drafter").windowed(taps, 10, 17, window=32)
+    assert proposals.confidence_logits is not None
+    np.testing.assert_allclose(proposals.confidence_logits.read()[0], expected["confidence_logits"], atol=1e-4)
