@@ -13,7 +13,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from dspark.export.heads import ConfidenceHead, MarkovHead, greedy_step
+from dspark.export.choice import distribution, draw, greedy_choice
+from dspark.export.heads import ConfidenceHead, MarkovHead, corrected
 from dspark.export.layers import DecoderLayer, Linear, RMSNorm, RotaryPositions
 from dspark.export.ops import block_attention, ring_write
 from dspark.runtime.config import DrafterConfig
@@ -86,32 +87,48 @@ class Drafter(nn.Module):
         return (hidden, *base.unbind(1), *served.unbind(1), *state)
 
     def step(self, base: Tensor, hidden: Tensor, previous: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
-        """Choose the token of one row; see `greedy_step`."""
-        return greedy_step(self.markov_head, self.confidence_head, base, hidden, previous, *state)
+        """Choose the token of one row: return it `[B]`, then what `corrected` does."""
+        logits, *rest = corrected(self.markov_head, self.confidence_head, base, hidden, previous, *state)
+        return (greedy_choice(logits), logits, *rest)
+
+    def step_sampled(
+        self, base: Tensor, hidden: Tensor, previous: Tensor, temperature: Tensor, uniform: Tensor, *state: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Draw the token of one row: as `step`, with the distribution `[B,V]` that it was drawn from behind the logits."""
+        logits, *rest = corrected(self.markov_head, self.confidence_head, base, hidden, previous, *state)
+        probs = distribution(logits, temperature)
+        return (draw(probs, uniform), logits, probs, *rest)
 
     def collect(self, anchor: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
-        """Join the K tokens, then (with debug outputs) the K corrected logits, then the K confidences, in the signature's order."""
-        groups = [parts[i : i + self.k] for i in range(0, len(parts), self.k)]
-        tokens = torch.stack([anchor, *groups.pop(0)], 1)
-        logits = (torch.stack(groups.pop(0), 1),) if self.debug_outputs else ()
-        confidence = tuple(torch.cat(group, 1) for group in groups)
-        return (tokens, *confidence, *logits)
+        """Join the K tokens behind the anchor, then K tensors of each further kind, `[B,V]` or `[B,1]`, in order."""
+        tokens, *groups = (parts[i : i + self.k] for i in range(0, len(parts), self.k))
+        return (torch.stack([anchor, *tokens], 1), *(self._join(group) for group in groups))
 
-    def heads(self, x: Tensor, anchor: Tensor) -> tuple[Tensor, ...]:
-        """Walk the block and return the outputs of the graph `draft` other than the rings, in the order of its signature."""
+    def _join(self, rows: Sequence[Tensor]) -> Tensor:
+        return torch.cat(rows, 1) if rows[0].shape[1] == 1 else torch.stack(rows, 1)
+
+    def heads(self, x: Tensor, anchor: Tensor, temperature: Tensor | None = None, uniform: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Walk the block and return the outputs of the graph `draft` other than the rings, in the order of its signature.
+
+        With `temperature [B]` and `uniform [B,K]`, those of `draft_sampled`.
+        """
         hidden, *rows = self.rows(x)
+        sampled = temperature is not None
         state, steps, previous = rows[2 * self.k :], [], anchor
         for k in range(self.k):
-            previous, *outputs = self.step(rows[k], rows[self.k + k], previous, *state)
+            drawn = (temperature, uniform[:, k]) if sampled else ()
+            step = self.step_sampled if sampled else self.step
+            previous, *outputs = step(rows[k], rows[self.k + k], previous, *drawn, *state)
             state = outputs[-1:] if self.has_state else []
             steps.append((previous, *outputs))
-        return self.joined(self.collect(anchor, *self.parts(steps)), hidden)
+        return self.joined(self.collect(anchor, *self.parts(steps, sampled=sampled)), hidden)
 
-    def parts(self, steps: list[tuple[T, ...]]) -> list[T]:
-        """Return what `collect` joins, from the outputs of K steps: (token, logits, confidence?, state?)."""
+    def parts(self, steps: list[tuple[T, ...]], *, sampled: bool) -> list[T]:
+        """Return what `collect` joins, from the outputs of K steps: tokens, confidences, distributions, logits, as far as there are."""
         tokens, logits, *rest = zip(*steps, strict=True)
+        probs = rest.pop(0) if sampled else ()
         confidence = rest[0] if self.config.enable_confidence_head else ()
-        return [*tokens, *(logits if self.debug_outputs else ()), *confidence]
+        return [*tokens, *confidence, *probs, *(logits if self.debug_outputs else ())]
 
     def joined(self, collected: Sequence[T], hidden: T) -> tuple[T, ...]:
         """Return the outputs in the order of the signature: the block's hidden rows come before its logits."""
@@ -126,11 +143,19 @@ class Drafter(nn.Module):
         return updated
 
     def forward(
-        self, taps: Tensor, start: Tensor, total: Tensor, first: Tensor, anchor: Tensor, rings: list[Tensor]
+        self,
+        taps: Tensor,
+        start: Tensor,
+        total: Tensor,
+        first: Tensor,
+        anchor: Tensor,
+        rings: list[Tensor],
+        temperature: Tensor | None = None,
+        uniform: Tensor | None = None,
     ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         """Run one draft step: write the new context rows, then draft a block behind `total` committed positions."""
         rings = self.context(taps, start, rings)
         x, cos, sin = self.embed_block(anchor, total)
         for i, layer in enumerate(self.layers):
             x = layer.draft(rings[2 * i], rings[2 * i + 1], x, total, first, cos, sin)
-        return self.heads(x, anchor), rings
+        return self.heads(x, anchor, temperature, uniform), rings

@@ -11,15 +11,31 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import onnx_ir as ir
+from torch import nn
 
-from dspark.export.accept import Accept
+from dspark.export.accept import Accept, AcceptSampled, Logprobs
 from dspark.export.assemble import Assembly
 from dspark.export.drafter import Drafter
 from dspark.export.functions import operator_functions
 from dspark.export.target import Target
 from dspark.export.trace import Stage, Tracer
+from dspark.export.truncate import STEPS, Truncate
 from dspark.runtime.config import DrafterConfig, TargetConfig, TransformerConfig
-from dspark.runtime.graphs import ACCEPT, CONTEXT, DRAFT, MODEL_DTYPE, TARGET, Signature, TensorSpec, signatures
+from dspark.runtime.graphs import (
+    ACCEPT,
+    ACCEPT_SAMPLED,
+    CONTEXT,
+    DRAFT,
+    DRAFT_SAMPLED,
+    LOGPROBS,
+    MODEL_DTYPE,
+    TARGET,
+    TRUNCATE,
+    Signature,
+    TensorSpec,
+    acceptance_signatures,
+    signatures,
+)
 
 Weight = Callable[[str], ir.TensorProtocol]
 
@@ -48,14 +64,17 @@ def build_graphs(plan: GraphPlan, target_weight: Weight, drafter_weight: Weight,
     one_layer = {"num_hidden_layers": 1, "max_position_embeddings": 1}
     shallow = replace(plan, target=replace(plan.target, **one_layer), drafter=replace(plan.drafter, **one_layer))
     stages, drafter = _trace(shallow)
+    stages |= _trace_acceptance(plan.drafter.vocab_size, plan.num_speculative_tokens, plan.opset)
     progress("joining the graphs")
     bodies = [ir.from_proto(function) for function in operator_functions(plan.opset).values()]
     graphs = {}
     for name, join, weight in (
         (CONTEXT, _join_context, drafter_weight),
         (DRAFT, partial(_join_draft, drafter=drafter), drafter_weight),
+        (DRAFT_SAMPLED, partial(_join_draft, drafter=drafter, sampled=True), drafter_weight),
         (TARGET, _join_target, target_weight),
-        (ACCEPT, _join_accept, target_weight),
+        (TRUNCATE, _join_truncate, target_weight),
+        *((name, partial(_join_single, name=name), target_weight) for name in (ACCEPT, ACCEPT_SAMPLED, LOGPROBS)),
     ):
         assembly = Assembly(name, plan.signatures[name], plan.dtype, plan.opset, weight)
         graphs[name] = assembly.finish(join(assembly, stages, plan), bodies)
@@ -68,8 +87,20 @@ def _trace(plan: GraphPlan) -> tuple[dict[str, Stage], Drafter]:
     tracer = Tracer(plan.dtype, plan.opset)
     drafter = _plan_drafter(tracer, plan)
     _plan_target(tracer, plan)
-    _plan_accept(tracer, plan)
     return tracer.trace(), drafter
+
+
+@lru_cache(maxsize=32)
+def _trace_acceptance(vocabulary: int, num_speculative_tokens: int, opset: int) -> dict[str, Stage]:
+    """Trace the graphs without weights; all of them compute in float32, whatever the models do."""
+    tracer, declared = Tracer("fp32", opset), acceptance_signatures(vocabulary, num_speculative_tokens)
+    top = declared[LOGPROBS].outputs[1].shape[-1]
+    modules: dict[str, Callable[[], nn.Module]] = {ACCEPT: Accept, ACCEPT_SAMPLED: AcceptSampled, LOGPROBS: lambda: Logprobs(top)}
+    for name, make in modules.items():
+        model = tracer.build(make)
+        tracer.plan(name, model, model.forward, declared[name].inputs, [spec.name for spec in declared[name].outputs])
+    _plan_truncate(tracer, {spec.name: spec for spec in declared[TRUNCATE].inputs})
+    return tracer.trace()
 
 
 def _rows(name: str, *shape: int | str) -> TensorSpec:
@@ -110,14 +141,18 @@ def _plan_drafter(tracer: Tracer, plan: GraphPlan) -> Drafter:
     tracer.plan("rows", model, model.rows, [_rows("x", "B", block, hidden)], outputs)
     confidence = ["confidence"] if config.enable_confidence_head else []
     base = TensorSpec("base", "float32", ("B", vocabulary))
-    step = [base, _rows("row", "B", hidden), *_per_request("previous"), *state]
-    tracer.plan("step", model, model.step, step, ["token", "logits", *confidence, *(f"next_{s.name}" for s in state)])
-    parts = _per_request(*(f"token_{i}" for i in range(k)))
-    if plan.debug_outputs:
-        parts += [TensorSpec(f"logits_{i}", "float32", ("B", vocabulary)) for i in range(k)]
-    parts += [TensorSpec(f"{name}_{i}", "float32", ("B", 1)) for name in confidence for i in range(k)]
-    outputs = ["tokens", *confidence, *(["all_logits"] if plan.debug_outputs else [])]
-    tracer.plan("collect", model, model.collect, [inputs["anchor"], *parts], outputs)
+    step, after = [base, _rows("row", "B", hidden), *_per_request("previous")], [*confidence, *(f"next_{s.name}" for s in state)]
+    tracer.plan("step", model, model.step, [*step, *state], ["token", "logits", *after])
+    drawn = [TensorSpec(name, "float32", ("B",)) for name in ("temperature", "uniform")]
+    tracer.plan("step_sampled", model, model.step_sampled, [*step, *drawn, *state], ["token", "logits", "probs", *after])
+    uniform = TensorSpec("draft_uniform", "float32", ("B", k))
+    tracer.plan("uniforms", model, lambda uniform: uniform.unbind(1), [uniform], [f"uniform_{i}" for i in range(k)])
+    kinds = {**dict.fromkeys(confidence, 1), "probs": vocabulary, **({"logits": vocabulary} if plan.debug_outputs else {})}
+    for name, skipped in (("collect", {"probs"}), ("collect_sampled", set())):
+        joined = {kind: width for kind, width in kinds.items() if kind not in skipped}
+        parts = _per_request(*(f"token_{i}" for i in range(k)))
+        parts += [TensorSpec(f"{kind}_{i}", "float32", ("B", width)) for kind, width in joined.items() for i in range(k)]
+        tracer.plan(name, model, model.collect, [inputs["anchor"], *parts], ["tokens", *(f"all_{kind}" for kind in joined)])
     return model
 
 
@@ -138,9 +173,15 @@ def _plan_target(tracer: Tracer, plan: GraphPlan) -> None:
     tracer.plan("head", model, model.head, [x, inputs["logit_rows"], *tapped], ["logits", "taps"])
 
 
-def _plan_accept(tracer: Tracer, plan: GraphPlan) -> None:
-    declared, model = plan.signatures[ACCEPT], tracer.build(Accept)
-    tracer.plan(ACCEPT, model, model.forward, declared.inputs, [spec.name for spec in declared.outputs])
+def _plan_truncate(tracer: Tracer, inputs: dict[str, TensorSpec]) -> None:
+    model = tracer.build(Truncate)
+    z, weights = replace(inputs["logits"], name="z"), replace(inputs["logits"], name="weights")
+    low, high, needed = (TensorSpec(name, "float32", ("B", "M")) for name in ("low", "high", "needed"))
+    begin = [inputs["logits"], inputs["temperature"], inputs["min_p"]]
+    tracer.plan("truncate_begin", model, model.begin, begin, ["z", "weights", "low", "high"])
+    tracer.plan("narrow_count", model, model.narrow_count, [z, inputs["top_k"], low, high], ["new_low", "new_high"])
+    tracer.plan("needed_mass", model, model.needed_mass, [z, weights, inputs["top_p"], low], ["needed"])
+    tracer.plan("narrow_mass", model, model.narrow_mass, [z, weights, needed, low, high], ["new_low", "new_high"])
 
 
 def _join_context(graph: Assembly, stages: dict[str, Stage], plan: GraphPlan) -> list[ir.Value]:
@@ -152,7 +193,7 @@ def _join_context(graph: Assembly, stages: dict[str, Stage], plan: GraphPlan) ->
     return rings
 
 
-def _join_draft(graph: Assembly, stages: dict[str, Stage], plan: GraphPlan, drafter: Drafter) -> list[ir.Value]:
+def _join_draft(graph: Assembly, stages: dict[str, Stage], plan: GraphPlan, drafter: Drafter, *, sampled: bool = False) -> list[ir.Value]:
     rings = _join_context(graph, stages, plan)
     x, cos, sin = graph.call(stages["embed_block"], graph["anchor"], graph["total"])
     for i in range(plan.drafter.num_hidden_layers):
@@ -160,12 +201,16 @@ def _join_draft(graph: Assembly, stages: dict[str, Stage], plan: GraphPlan, draf
         (x,) = graph.call(stages["draft_layer"], *written, x, graph["total"], graph["first"], cos, sin, layer=i)
     hidden, *rows = graph.call(stages["rows"], x)
     k, previous = drafter.k, graph["anchor"]
+    uniforms = graph.call(stages["uniforms"], graph["draft_uniform"]) if sampled else []
     state, steps = rows[2 * k :], []
     for i in range(k):
-        previous, *outputs = graph.call(stages["step"], rows[i], rows[k + i], previous, *state)
+        drawn = (graph["temperature"], uniforms[i]) if sampled else ()
+        step = stages["step_sampled" if sampled else "step"]
+        previous, *outputs = graph.call(step, rows[i], rows[k + i], previous, *drawn, *state)
         state = outputs[-1:] if drafter.has_state else []
         steps.append((previous, *outputs))
-    collected = graph.call(stages["collect"], graph["anchor"], *drafter.parts(steps))
+    collect = stages["collect_sampled" if sampled else "collect"]
+    collected = graph.call(collect, graph["anchor"], *drafter.parts(steps, sampled=sampled))
     return [*drafter.joined(collected, hidden), *rings]
 
 
@@ -184,5 +229,17 @@ def _join_target(graph: Assembly, stages: dict[str, Stage], plan: GraphPlan) -> 
     return [*graph.call(stages["head"], x, graph["logit_rows"], *tapped), *caches]
 
 
-def _join_accept(graph: Assembly, stages: dict[str, Stage], plan: GraphPlan) -> list[ir.Value]:
-    return graph.call(stages[ACCEPT], *(graph[spec.name] for spec in plan.signatures[ACCEPT].inputs))
+def _join_truncate(graph: Assembly, stages: dict[str, Stage], _plan: GraphPlan) -> list[ir.Value]:
+    z, weights, low, zero = graph.call(stages["truncate_begin"], graph["logits"], graph["temperature"], graph["min_p"])
+    high = zero
+    for _ in range(STEPS):
+        low, high = graph.call(stages["narrow_count"], z, graph["top_k"], low, high)
+    (needed,) = graph.call(stages["needed_mass"], z, weights, graph["top_p"], low)
+    high = zero
+    for _ in range(STEPS):
+        low, high = graph.call(stages["narrow_mass"], z, weights, needed, low, high)
+    return [low]
+
+
+def _join_single(graph: Assembly, stages: dict[str, Stage], plan: GraphPlan, name: str) -> list[ir.Value]:
+    return graph.call(stages[name], *(graph[spec.name] for spec in plan.signatures[name].inputs))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dspark.export.layers import Linear, greedy_choice
+from dspark.export.layers import Linear
 from dspark.runtime.config import DrafterConfig
 
 
@@ -57,14 +57,13 @@ class ConfidenceHead(nn.Module):
         return self.proj(features, torch.float32)
 
 
-def greedy_step(
+def corrected(
     markov: MarkovHead | None, confidence: ConfidenceHead | None, base: Tensor, hidden: Tensor, previous: Tensor, *state: Tensor
 ) -> tuple[Tensor, ...]:
-    """Choose the token of one row.
+    """Return the corrected logits `[B,V]` of one row, the confidence logit `[B,1]` if there is that head, and the next state if any.
 
     `base [B,V]` float32 logits, `hidden [B,H]` the row after the final norm, `previous [B]` the token before, `state [B,r]` for `rnn`
-    only. Returns the token `[B]`, the corrected logits `[B,V]`, the confidence logit `[B,1]` if there is that head, and the next state
-    if there was one.
+    only.
     """
     embedded, logits, scores = None, base, ()
     if markov is not None:
@@ -73,4 +72,4 @@ def greedy_step(
         logits = base + bias
     if confidence is not None:
         scores = (confidence(hidden, embedded),)
-    return (greedy_choice(logits), logits, *scores, *state)
+    return (logits, *scores, *state)

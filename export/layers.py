@@ -146,13 +146,3 @@ class DecoderLayer(nn.Module):
         rows = x.flatten(0, 1) + self.self_attn.output(attended)
         rows = rows + self.mlp(self.post_attention_layernorm(rows))
         return rows.view(cos.shape[0], cos.shape[1], -1)
-
-
-def greedy_choice(logits: Tensor) -> Tensor:
-    """Return the lowest index of the largest entry of `logits [..., V]`.
-
-    Written with max, equality and min, since engines differ in which of equal entries their arg max returns.
-    """
-    indices = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
-    is_largest = logits == logits.amax(-1, keepdim=True)
-    return torch.where(is_largest, indices, logits.shape[-1]).amin(-1).to(torch.int64)

@@ -18,11 +18,11 @@ from dspark.export.checkpoint import STORED_DTYPES, StoredTensor
 from dspark.export.drafter import Drafter
 from dspark.export.pair import load_pair
 from dspark.export.target import Target
+from dspark.runtime.accept import Acceptance
 from dspark.runtime.bundle import load_bundle
 from dspark.runtime.drafter import Drafter as BundleDrafter
 from dspark.runtime.engine import Array
 from dspark.runtime.onnxruntime import OnnxRuntimeEngine
-from dspark.runtime.sampling import Accept
 from dspark.runtime.state import Rows, Slots
 from dspark.runtime.target import Qwen3Target
 
@@ -82,7 +82,7 @@ def verify_bundle(
     engine = OnnxRuntimeEngine(loaded, threads=threads)
     requests = list(range(min(len(_PROMPT_LENGTHS), manifest.limits.max_batch_size)))
     slots = Slots(len(requests))
-    ours, drafts, accept = Qwen3Target(engine, slots), BundleDrafter(engine, slots), Accept(engine)
+    ours, drafts, accept = Qwen3Target(engine, slots), BundleDrafter(engine, slots), Acceptance(engine)
     report, rng = _Report(_TOLERANCE[manifest.dtype]), np.random.default_rng(seed)
     reference = [_Reference(torch_target, torch_drafter, manifest.cache_capacity, manifest.ring_capacity) for _ in requests]
     anchors = []
@@ -104,9 +104,9 @@ def verify_bundle(
                 break
             proposals = drafts.propose(requests, anchors, taps_rows, counts)
             drafted = proposals.verify_tokens.read().copy()
-            verified = ours.verify(requests, Rows(proposals.view, proposals.verify_tokens))
+            verified = ours.verify(requests, Rows(proposals.view, proposals.verify_tokens), [k] * len(requests))
             judged = np.full(proposals.view.size, k)
-            accepted, following = accept(verified.logits, judged, proposals.verify_tokens)
+            chosen = accept.greedy(verified.logits, judged, proposals.verify_tokens)
             counts = [min(count, k + 1) for count in commits[: len(requests)]]
             taps_rows = verified.taps
             for request, row in zip(requests, proposals.view.rows, strict=True):
@@ -123,8 +123,8 @@ def verify_bundle(
                 choice = logits.argmax(-1)
                 agreed = int((choice[:-1].numpy() == drafted[row, 1:]).cumprod().sum())
                 if report.decided(logits) > agreed:
-                    report.compare("accepted", accepted[row], torch.tensor(agreed), exact=True)
-                    report.compare("next token", following[row], choice[agreed], exact=True)
+                    report.compare("accepted", chosen.accepted[row], torch.tensor(agreed), exact=True)
+                    report.compare("next token", chosen.next_token[row], choice[agreed], exact=True)
                 anchors[request] = int(choice[counts[request] - 1])
                 own.commit(counts[request], context=False)
                 ours.commit(request, counts[request])

@@ -15,11 +15,11 @@ from typing import Any
 
 from dspark.plugins.contract import VERSION as OPS_CONTRACT
 from dspark.runtime.config import DrafterConfig, TargetConfig
-from dspark.runtime.errors import BundleError, numbered
+from dspark.runtime.errors import BundleError, LimitError, numbered
 from dspark.runtime.graphs import GRAPHS, cache_capacity, ring_capacity
 from dspark.runtime.parse import parse
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 WEIGHTS = "weights/model.safetensors"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
@@ -70,6 +70,13 @@ class Limits:
     max_batch_size: int
     max_seq_len: int
     max_chunk: int
+
+    def seq_len(self, asked: int | None) -> int:
+        """Return the longest sequence when `asked` is wanted (None: all that is allowed). Raises LimitError."""
+        longest = self.max_seq_len if asked is None else asked
+        if not 2 <= longest <= self.max_seq_len:
+            raise LimitError(f"max_seq_len is {longest}, the bundle allows 2..{self.max_seq_len}")
+        return longest
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from dspark.runtime.bundle import Bundle, full_hash_faults, load_bundle, referen
 from dspark.runtime.errors import DSparkError, RequestError
 
 if TYPE_CHECKING:
-    from dspark.runtime.llm import LLM, Prompt, RequestOutput
+    from dspark.runtime.llm import LLM, Prompt, RequestOutput, Stream
     from dspark.runtime.sampling import SamplingParams
     from dspark.runtime.stats import Stats
 
@@ -51,12 +51,14 @@ def _run(args: argparse.Namespace) -> int:
     from dspark.runtime.sampling import SamplingParams
 
     kwargs = {"enable_thinking": True} if args.enable_thinking else {}
-    params = SamplingParams(max_tokens=args.max_tokens, ignore_eos=args.ignore_eos)
+    names = ("max_tokens", "ignore_eos", "temperature", "top_k", "top_p", "min_p", "seed", "stop")
+    params = SamplingParams(**{name: getattr(args, name) for name in names})
     prompts = list(_prompts(args))
     llm = LLM(
         args.bundle,
         speculative=not args.no_speculative,
         num_speculative_tokens=args.num_speculative_tokens,
+        max_num_seqs=args.max_num_seqs,
         max_seq_len=args.max_seq_len,
         threads=args.threads,
     )
@@ -68,18 +70,19 @@ def _run(args: argparse.Namespace) -> int:
             raise RequestError(f"prompt {number}: {error}") from None
     if args.compare and args.no_speculative:
         raise RequestError("--compare decodes both ways: leave out --no-speculative")
+    if args.compare and not params.is_greedy:
+        raise RequestError("--compare checks that outputs are identical, which samples are not: leave out --temperature")
     if args.compare:
         return _compare(llm, prompts, params, kwargs, as_json=args.json)
     if not prompts and args.json:
         raise RequestError("--json needs a prompt: pass --prompt, --prompt-ids or --prompt-file")
     if not prompts:
         return _chat(llm, params, kwargs)
-    for prompt in prompts:
+    for stream in llm.streams(prompts, params, chat_template_kwargs=kwargs):
         if args.json:
-            (output,) = llm.generate([prompt], params, chat_template_kwargs=kwargs)
-            print(json.dumps(_result(output)))
+            print(json.dumps(_result(stream.result())), flush=True)
         else:
-            _show(llm, prompt, params, kwargs)
+            _show(llm, stream)
     return 0
 
 
@@ -127,10 +130,10 @@ def _as_message(llm: LLM, prompt: Prompt, *, raw: bool) -> Prompt:
     return [{"role": "user", "content": prompt}]
 
 
-def _show(llm: LLM, prompt: Prompt, params: SamplingParams, kwargs: dict[str, Any]) -> str:
-    """Print a prompt's text as it is committed, then a line of statistics; return the text."""
+def _show(llm: LLM, stream: Stream) -> str:
+    """Print a stream's text as it is committed, then a line of statistics; return the text."""
     text = ""
-    for piece in llm.stream(prompt, params, chat_template_kwargs=kwargs):
+    for piece in stream:
         shown = piece.text if llm.tokenizer is not None else "".join(f"{token} " for token in piece.token_ids)
         text += shown
         print(shown, end="", flush=True)
@@ -155,7 +158,7 @@ def _chat(llm: LLM, params: SamplingParams, kwargs: dict[str, Any]) -> int:
             return 0
         turn = {"role": "user", "content": line}
         try:
-            answer = _show(llm, [*messages, turn], params, kwargs)
+            answer = _show(llm, llm.stream([*messages, turn], params, chat_template_kwargs=kwargs))
         except RequestError as error:
             print(f"dspark: {error}" + ("; the history is cleared, ask again" if messages else ""), file=sys.stderr)
             messages.clear()
@@ -221,6 +224,7 @@ def _result(output: RequestOutput) -> dict[str, Any]:
         "text": output.text,
         "token_ids": output.token_ids,
         "finish_reason": output.finish_reason,
+        "stop_reason": output.stop_reason,
         "prompt_tokens": stats.prompt_tokens,
         "accepted_per_round": stats.accepted_per_round,
         "mean_accepted_length": stats.mean_accepted_length,
@@ -297,6 +301,13 @@ def _parser() -> argparse.ArgumentParser:
     decoding = run.add_argument_group("decoding")
     decoding.add_argument("--max-tokens", type=int, default=256, help="most tokens to generate (default 256)")
     decoding.add_argument("--ignore-eos", action="store_true", help="go on behind the model's end tokens")
+    decoding.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
+    decoding.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K most likely tokens")
+    decoding.add_argument("--top-p", type=float, default=1.0, metavar="P", help="keep the most likely tokens of probability P in all")
+    decoding.add_argument("--min-p", type=float, default=0.0, metavar="P", help="keep tokens of at least P times the largest probability")
+    decoding.add_argument("--seed", type=int, help="makes sampled output reproducible")
+    decoding.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end where this text appears; may be repeated")
+    decoding.add_argument("--max-num-seqs", type=int, metavar="N", help="prompts decoded at once (default: the bundle's limit)")
     decoding.add_argument("--num-speculative-tokens", type=int, metavar="N", help="proposals a round (default: all the bundle serves)")
     decoding.add_argument("--no-speculative", action="store_true", help="decode plainly")
     decoding.add_argument("--max-seq-len", type=int, metavar="S", help="most tokens of prompt and output (default: the bundle's limit)")

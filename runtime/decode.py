@@ -1,7 +1,7 @@
-"""Decoding: prefill a prompt, then rounds of draft, choose, verify, accept, commit.
+"""Decoding: prefill prompts, then rounds of draft, choose, verify, accept, commit.
 
-Knows numbers and token ids; logits and taps stay in the engine. Does not know text. A plain step is a round of width 1 without a draft,
-so plain and speculative decoding choose tokens by one definition. B rows of the bound slot range, K proposals served a round.
+Knows numbers and token ids; logits, distributions and taps stay in the engine. A plain step is a round of width 1 without a draft, so
+plain and speculative decoding choose tokens by one definition. B rows of the bound slot range, K proposals served a round.
 """
 
 from __future__ import annotations
@@ -9,159 +9,139 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 
+from dspark.runtime.accept import Acceptance, Chosen
 from dspark.runtime.drafter import Drafter, Proposals
 from dspark.runtime.engine import Array, Engine, Tensor
 from dspark.runtime.errors import RequestError
-from dspark.runtime.sampling import Accept
+from dspark.runtime.request import Choice, Request
+from dspark.runtime.sampling import Draws
+from dspark.runtime.schedule import Round, Scheduler
 from dspark.runtime.state import Rows, Slots, View
-from dspark.runtime.stats import Stats
-from dspark.runtime.stop import StopRule
+from dspark.runtime.stop import ABORT
 from dspark.runtime.target import Target, Verified
 
-
-@dataclass
-class Request:
-    """A request being decoded."""
-
-    id: Hashable
-    prompt: Sequence[int]
-    rule: StopRule
-    output: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-    committed: int | None = None
-    """Rows of the last verification that were committed and that the drafter has not got yet; None when it has all."""
-    stats: Stats = field(default_factory=Stats)
-
-    @property
-    def anchor(self) -> int:
-        """The newest token: chosen, not yet seen by the target."""
-        return self.output[-1]
-
-    @property
-    def position(self) -> int:
-        """The anchor's position: the number of tokens the target has committed."""
-        return len(self.prompt) + len(self.output) - 1
-
-    @property
-    def left(self) -> int:
-        """Tokens that may still be emitted."""
-        return self.rule.max_tokens - len(self.output)
-
-    def emit(self, tokens: Sequence[int]) -> list[int]:
-        """Append newly committed tokens, up to the request's end, and return those that were kept."""
-        kept, self.finish_reason = self.rule.cut(len(self.output), tokens)
-        self.output += kept
-        self.stats.tokens = len(self.output)
-        return kept
+MOST_WAITING = 64
+"""Committed rows that wait for the drafter, while a request does not draft, before they are written in one call."""
 
 
 class Decoder:
-    """Decodes requests on one target, with a drafter or plainly (None)."""
+    """Decodes requests on one target with one drafter; requests that are not speculative do without it."""
 
     def __init__(
-        self,
-        engine: Engine,
-        slots: Slots,
-        target: Target,
-        drafter: Drafter | None,
-        *,
-        num_speculative_tokens: int,
-        max_seq_len: int,
+        self, engine: Engine, slots: Slots, target: Target, drafter: Drafter, *, num_speculative_tokens: int, max_seq_len: int
     ) -> None:
         self._engine, self._slots, self._target, self._drafter = engine, slots, target, drafter
         self._k, self._max_seq_len = num_speculative_tokens, max_seq_len
         self._chunk = engine.manifest.limits.max_chunk
-        self._accept = Accept(engine)
+        self._accept = Acceptance(engine)
+        self._scheduler = Scheduler(self._chunk)
         self._verified: Verified | None = None
         self._pending: dict[Hashable, Request] = {}
         self._narrow: dict[tuple[View, int], Tensor] = {}
 
-    def decode(self, request: Request) -> Iterator[list[int]]:
-        """Decode one request to its end and yield its tokens as they are committed; frees its slot in any case."""
-        self.admit(request)
-        try:
-            yield self.prefill(request)
-            while request.finish_reason is None:
-                began, engine = time.perf_counter(), self._engine.run_seconds
-                (tokens,) = self.round([request])
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises RequestError if its prompt leaves no room for a token."""
+        self._limit(request)
+        self._scheduler.add(request)
+
+    def cancel(self, request: Request) -> None:
+        """End a request where it is; nothing happens if it has ended."""
+        if request.finish_reason is None:
+            request.finish_reason = ABORT
+            self._end(request)
+
+    def step(self) -> list[tuple[Request, list[int]]]:
+        """Run one round, then feed prompts; return the tokens that requests emitted. Requests that end free their slots."""
+        for request in self._scheduler.admit(self._slots.free):
+            self._slots.admit(request.id)
+        emitted: list[tuple[Request, list[int]]] = []
+        plan = self._scheduler.round(self._k)
+        if plan is not None:
+            self._close_gap()
+            began, engine = time.perf_counter(), self._engine.run_seconds
+            emitted += zip(plan.requests, self.round(plan.requests, plan.width, plan.counts), strict=True)
+            for request in plan.requests:
                 request.stats.decode_seconds += time.perf_counter() - began
                 request.stats.engine_seconds += self._engine.run_seconds - engine
-                yield tokens
-        finally:
-            self.release(request)
+        emitted += [(request, self.prefill(request, end)) for request, end in self._scheduler.prefills()]
+        for request, _ in emitted:
+            if request.finish_reason is not None:
+                self._end(request)
+        return [(request, tokens) for request, tokens in emitted if tokens]
 
     def admit(self, request: Request) -> None:
-        """Give the request a slot. Raises RequestError if its prompt leaves no room for a token."""
-        room = self._max_seq_len - len(request.prompt)
-        if not request.prompt or room < 1:
-            raise RequestError(
-                f"the prompt has {len(request.prompt)} tokens, max_seq_len is {self._max_seq_len} with at least one for the output"
-            )
-        request.rule = replace(request.rule, max_tokens=min(request.rule.max_tokens, room))
+        """Give the request a slot, for calls of `prefill` and `round`. Raises RequestError as `add` does, LimitError if none is free."""
+        self._limit(request)
         self._slots.admit(request.id)
 
     def release(self, request: Request) -> None:
         """Free the request's slot; its next user sees nothing of it."""
         self._pending.pop(request.id, None)
         self._target.release(request.id)
-        if self._drafter is not None:
-            self._drafter.release(request.id)
+        self._drafter.release(request.id)
         self._slots.release(request.id)
 
-    def prefill(self, request: Request) -> list[int]:
-        """Feed the prompt chunk by chunk to target and drafter; return the first token."""
-        request.stats.prompt_tokens = len(request.prompt)
+    def prefill(self, request: Request, end: int | None = None) -> list[int]:
+        """Feed the prompt up to `end` (default: all), chunk by chunk, to target and drafter; return the first token once it is fed."""
+        length = request.stats.prompt_tokens = len(request.prompt)
+        end = length if end is None else end
         with _timed([request], "prefill"):
-            for begin in range(0, len(request.prompt), self._chunk):
-                chunk = request.prompt[begin : begin + self._chunk]
+            while request.fed < end:
+                chunk = request.prompt[request.fed : min(end, request.fed + self._chunk)]
                 verified = self._target.prefill(request.id, chunk)
-                if self._drafter is not None:
-                    self._drafter.write_context(request.id, verified.taps.tensor.read()[0], np.arange(begin, begin + len(chunk)))
-            _, token = self._accept(verified.logits, np.zeros(1, np.int64))
-        return request.emit([int(token[0])])
+                request.fed += len(chunk)
+                if request.speculative:
+                    self._write_context(request, verified.taps.tensor.read()[0], request.fed)
+            if request.fed < length:
+                return []
+            if request.speculative and self._drafter.total(request.id) < length:
+                self._drafter.skip_to(request.id, length)
+            plan, view = Round([request], 1, [0]), verified.logits.view
+            (choice,) = self._choose(plan, verified, None, self._draws(plan, view))
+        return request.emit(choice)
 
-    def round(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Run one round for all `requests` and return the tokens that each emitted."""
-        ids, width, proposals = [r.id for r in requests], self._width(requests), None
-        self._settle(ids if width > 1 else [])
-        if self._drafter is not None and width > 1:
+    def round(self, requests: Sequence[Request], width: int | None = None, counts: Sequence[int] | None = None) -> list[list[int]]:
+        """Run one round for `requests` and return the tokens that each emitted.
+
+        `width` is the number of rows to verify, 1..K+1 (1: a plain step, nothing is drafted), `counts` the proposals of each request that
+        are judged, 0..width-1; without them each request judges as many as it may emit. Raises RequestError before anything is run.
+        """
+        plan = self._plan(requests, width, counts)
+        ids, view, proposals = [r.id for r in requests], self._slots.view([r.id for r in requests]), None
+        drafting = [r for r in requests if r.speculative and plan.width > 1]
+        self._settle(drafting)
+        draws = self._draws(plan, view)
+        if drafting:
             with _timed(requests, "draft"):
-                taps = self._verified.taps if self._verified is not None else None
-                proposals = self._drafter.propose(ids, [r.anchor for r in requests], taps, [r.committed for r in requests])
-        view = self._slots.view(ids) if proposals is None else proposals.view
-        counts = np.zeros(view.size, np.int64)
-        for request, row in zip(requests, view.rows, strict=True):
-            counts[row] = min(width - 1, request.left - 1)
+                taps = self._verified.taps if self._verified is not None and self._pending else None
+                proposals = self._drafter.propose(ids, [r.anchor for r in requests], taps, [r.committed for r in requests], draws=draws)
         with _timed(requests, "verify"):
-            tokens = self._verify_tokens(requests, view, width, proposals)
-            self._verified = self._target.verify(ids, Rows(view, tokens))
+            tokens = self._verify_tokens(requests, view, plan.width, proposals)
+            self._verified = self._target.verify(ids, Rows(view, tokens), plan.counts)
         with _timed(requests, "accept"):
-            drafted = None if proposals is None else proposals.verify_tokens
-            accepted, following = self._accept(self._verified.logits, counts, drafted)
-        return [
-            self._commit(request, proposals, row, int(counts[row]), int(accepted[row]), int(following[row]))
-            for request, row in zip(requests, view.rows, strict=True)
-        ]
+            choices = self._choose(plan, self._verified, proposals, draws)
+        return [self._commit(*parts) for parts in zip(requests, plan.counts, choices, strict=True)]
 
-    def _settle(self, drafting: Sequence[Hashable]) -> None:
-        """Write the rows of requests that do not draft in this round: the next verification takes the place of their taps."""
-        for request in [r for r in self._pending.values() if r.id not in drafting]:
-            assert self._verified is not None and self._drafter is not None and request.committed is not None
-            row = self._slots.slot(request.id) - self._verified.taps.view.lo
-            taps = self._verified.taps.tensor.read()[row, : request.committed]
-            self._drafter.write_context(request.id, taps, np.arange(request.position - request.committed, request.position))
-            request.committed = None
-            del self._pending[request.id]
+    def _plan(self, requests: Sequence[Request], width: int | None, counts: Sequence[int] | None) -> Round:
+        """Return the round as asked for, or as wide as the requests can use."""
+        usual = Round.of(requests, self._k)
+        most = usual.counts if width is None else [min(count, width - 1) for count in usual.counts]
+        chosen = most if counts is None else list(counts)
+        width = 1 + max(chosen) if width is None else width
+        if not 1 <= width <= self._k + 1:
+            raise RequestError(f"a round of width {width}, expected 1..{self._k + 1}")
+        if len(chosen) != len(most) or not all(0 <= count <= limit for count, limit in zip(chosen, most, strict=True)):
+            raise RequestError(f"counts {chosen} of a round of width {width}: these requests judge at most {list(most)}")
+        return Round(requests, width, chosen)
 
-    def _width(self, requests: Sequence[Request]) -> int:
-        """Rows to verify: the anchor and K proposals; fewer where a sequence would outgrow the limit, one where no draft can count."""
-        if self._drafter is None or all(request.left == 1 for request in requests):
-            return 1
-        return min(self._k + 1, self._max_seq_len - max(request.position for request in requests))
+    def _draws(self, plan: Round, view: View) -> Draws:
+        """Return the numbers that choosing tokens needs, by row of the view."""
+        rows = {row: request.sampled for request, row in zip(plan.requests, view.rows, strict=True)}
+        return Draws(rows, view.size, self._engine.manifest.num_speculative_tokens)
 
     def _verify_tokens(self, requests: Sequence[Request], view: View, width: int, proposals: Proposals | None) -> Tensor:
         """Return the tokens `[B,width]` to verify: the drafter's own tensor where it has that width."""
@@ -173,24 +153,116 @@ class Decoder:
         if proposals is not None:
             tokens.write(proposals.verify_tokens.read()[:, :width])
         else:
-            anchors = np.zeros((view.size, 1), np.int64)
+            anchors = np.zeros((view.size, width), np.int64)
             anchors[list(view.rows), 0] = [request.anchor for request in requests]
             tokens.write(anchors)
         return tokens
 
-    def _commit(self, request: Request, proposals: Proposals | None, row: int, count: int, accepted: int, following: int) -> list[int]:
+    def _choose(self, plan: Round, verified: Verified, proposals: Proposals | None, draws: Draws) -> list[Choice]:
+        """Return what follows each request's anchor: the accepted proposals and the next token."""
+        view, tokens = verified.logits.view, None if proposals is None else proposals.verify_tokens
+        drafted: Array = np.zeros((view.size, 1), np.int64) if tokens is None else tokens.read()
+        counts = np.zeros(view.size, np.int64)
+        counts[list(view.rows)] = plan.counts
+        logits = self._processed(plan, verified.logits, drafted)
+        if draws.any:
+            chosen = self._accept.sampled(logits, counts, draws, tokens, None if proposals is None else proposals.draft_probs)
+        else:
+            chosen = self._accept.greedy(logits, counts, tokens)
+        emitted = [[*drafted[row, 1 : 1 + chosen.accepted[row]].tolist(), int(chosen.next_token[row])] for row in view.rows]
+        logprobs = self._logprobs(plan, verified.logits, chosen, emitted)
+        return [Choice(*parts) for parts in zip(emitted, logprobs, strict=True)]
+
+    def _processed(self, plan: Round, logits: Rows, drafted: Array) -> Rows:
+        """Return the logits as the requests' parameters change them; this path goes through the host."""
+        active = [
+            (request.processor, request, row, count)
+            for request, row, count in zip(plan.requests, logits.view.rows, plan.counts, strict=True)
+            if request.processor is not None and request.processor.active(len(request.output))
+        ]
+        if not active:
+            return logits
+        values = logits.tensor.read().copy()
+        for processor, request, row, count in active:
+            processor.apply(values[row, : count + 1], request.output, drafted[row, 1 : 1 + count].tolist())
+        return self._accept.adjusted(logits, values)
+
+    def _logprobs(self, plan: Round, logits: Rows, chosen: Chosen, emitted: Sequence[list[int]]) -> list[list[dict[int, float]]]:
+        """Return the log-probabilities of each request's tokens, the chosen one first, where asked for."""
+        asked = [request.params.logprobs for request in plan.requests]
+        if all(n is None for n in asked):
+            return [[] for _ in asked]
+        own, top, top_tokens = self._accept.logprobs(logits, chosen)
+        return [
+            []
+            if n is None
+            else [
+                {token: float(own[row, i])} | dict(zip(top_tokens[row, i, :n].tolist(), top[row, i, :n].tolist(), strict=True))
+                for i, token in enumerate(tokens)
+            ]
+            for n, row, tokens in zip(asked, logits.view.rows, emitted, strict=True)
+        ]
+
+    def _commit(self, request: Request, count: int, choice: Choice) -> list[int]:
         """Commit the anchor and the accepted proposals; emit these proposals and the next token."""
-        drafted: Array = np.zeros(0, np.int64) if proposals is None else proposals.verify_tokens.read()[row, 1 : 1 + accepted]
-        self._target.commit(request.id, accepted + 1)
-        kept = request.emit([*drafted.tolist(), following])
+        rows = len(choice.tokens)
+        self._target.commit(request.id, rows)
+        kept = request.emit(choice)
         self._pending.pop(request.id, None)
-        if self._drafter is not None and request.finish_reason is None:
-            request.committed = accepted + 1
+        if request.speculative and request.finish_reason is None:
+            request.committed = rows
             self._pending[request.id] = request
         request.stats.accepted_per_round.append(len(kept))
-        request.stats.accepted.append(accepted)
+        request.stats.accepted.append(rows - 1)
         request.stats.proposed.append(count)
         return kept
+
+    def _settle(self, drafting: Sequence[Request]) -> None:
+        """Keep the taps of requests that do not draft in this round, as the next verification takes their place; write what waited."""
+        for request in [r for r in self._pending.values() if r not in drafting]:
+            self._keep_taps(request)
+        for request in drafting:
+            self._write_waiting(request)
+
+    def _keep_taps(self, request: Request) -> None:
+        assert self._verified is not None and request.committed is not None
+        row = self._slots.slot(request.id) - self._verified.taps.view.lo
+        request.waiting.append(self._verified.taps.tensor.read()[row, : request.committed].copy())
+        request.committed = None
+        del self._pending[request.id]
+        if sum(map(len, request.waiting)) >= MOST_WAITING:
+            self._write_waiting(request)
+
+    def _write_waiting(self, request: Request) -> None:
+        if request.waiting:
+            self._write_context(request, np.concatenate(request.waiting), request.position - (request.committed or 0))
+            request.waiting.clear()
+
+    def _write_context(self, request: Request, taps: Array, stop: int) -> None:
+        if len(taps):
+            self._drafter.write_context(request.id, taps, np.arange(stop - len(taps), stop))
+
+    def _close_gap(self) -> None:
+        """Move the request in the highest slot down where that makes the slot ranges of calls smaller."""
+        straggler = self._slots.straggler()
+        if straggler is not None:
+            if straggler in self._pending:
+                self._keep_taps(self._pending[straggler])
+            self._slots.move_down(straggler)
+
+    def _limit(self, request: Request) -> None:
+        room = self._max_seq_len - len(request.prompt)
+        if not request.prompt or room < 1:
+            raise RequestError(
+                f"the prompt has {len(request.prompt)} tokens, max_seq_len is {self._max_seq_len} with at least one for the output"
+            )
+        request.rule = replace(request.rule, max_tokens=min(request.rule.max_tokens, room))
+
+    def _end(self, request: Request) -> None:
+        holds_slot = request in self._scheduler.running
+        self._scheduler.remove(request)
+        if holds_slot:
+            self.release(request)
 
 
 @contextmanager

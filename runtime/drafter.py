@@ -15,7 +15,8 @@ from numpy.typing import ArrayLike
 
 from dspark.runtime.engine import Array, Engine, Tensor
 from dspark.runtime.errors import LimitError, RequestError
-from dspark.runtime.graphs import CONTEXT, DRAFT, MODEL_DTYPE
+from dspark.runtime.graphs import CONTEXT, DRAFT, DRAFT_SAMPLED, MODEL_DTYPE, TensorSpec
+from dspark.runtime.sampling import Draws
 from dspark.runtime.state import BoundStep, Rows, Slots, State, View
 
 
@@ -28,6 +29,8 @@ class Proposals:
     """`[B,K+1]`: the anchor, then the proposals."""
     confidence_logits: Tensor | None
     """`[B,K]`: logit that a proposal is accepted given that all before it were."""
+    draft_probs: Tensor | None
+    """`[B,K,V]`: the distributions that the proposals were drawn from; None for greedy ones."""
     debug: dict[str, Tensor]
 
     def tokens(self) -> Array:
@@ -44,10 +47,11 @@ class Drafter:
         self._total = np.zeros(slots.count, np.int64)
         self._first = np.zeros(slots.count, np.int64)
         slots.on_admission(self._clear)
+        slots.on_move(self._move)
         # Outputs are one set a view, whatever taps a step is bound to: the target binds them in turn, so fresh ones would call for
         # fresh bindings on both sides in every round.
         self._outputs: dict[View, dict[str, Tensor]] = {}
-        self._drafts: dict[tuple[View, int, int], BoundStep] = {}
+        self._drafts: dict[tuple[str, View, int, int], BoundStep] = {}
         self._contexts: dict[tuple[View, int], BoundStep] = {}
 
     def total(self, request: Hashable) -> int:
@@ -60,6 +64,24 @@ class Drafter:
 
     def _clear(self, slot: int) -> None:
         self._total[slot] = self._first[slot] = 0
+
+    def _move(self, old: int, new: int) -> None:
+        self.rings.move(old, new)
+        self._total[new], self._first[new] = self._total[old], self._first[old]
+        self._clear(old)
+
+    def skip_to(self, request: Hashable, position: int) -> None:
+        """Take the positions below `position` as never seen: nothing of them is visible, and the next row belongs at `position`.
+
+        Raises RequestError if rows behind it are written.
+        """
+        slot = self._slots.slot(request)
+        if not self._total[slot] <= position < self._manifest.limits.max_seq_len:
+            raise RequestError(
+                f"request {request!r} has rows up to position {self._total[slot]}: it can skip to a position from there to "
+                f"{self._manifest.limits.max_seq_len - 1}, not to {position}"
+            )
+        self._total[slot] = self._first[slot] = position
 
     def write_context(self, request: Hashable, taps: ArrayLike, positions: ArrayLike) -> None:
         """Write the context rows of consecutive absolute positions, as after a prefill chunk.
@@ -127,8 +149,9 @@ class Drafter:
         taps: Rows | ArrayLike | None = None,
         counts: Sequence[int | None] | None = None,
         positions: Sequence[int] | None = None,
+        draws: Draws | None = None,
     ) -> Proposals:
-        """Write each request's newly committed rows, then draft a block behind its anchor.
+        """Write each request's newly committed rows, then draft a block behind its anchor: greedily, or drawn where `draws` says.
 
         `taps` are those of the last verification `[B,N,m*H]`, or an array `[requests,N,m*H]`; `counts` says how many of its rows each
         request committed (1..N, the bonus included), None for a request without new rows, as right after its prefill. `positions`, if
@@ -142,8 +165,10 @@ class Drafter:
         self._check_propose(requests, anchors, taps, counts, positions)
         n = 1 if taps is None else _shape(taps)[1]
         slots = slice(view.lo, view.lo + view.size)
-        self.rings.reserve(int(self._total[slots].max()) + max(n, k + 1))
-        draft = self._draft(view, n, taps.tensor if isinstance(taps, Rows) and taps.view == view else None)
+        self.rings.reserve(view.lo + view.size, int(self._total[slots].max()) + max(n, k + 1))
+        sampled = draws if draws is not None and draws.any else None
+        graph = DRAFT if sampled is None else DRAFT_SAMPLED
+        draft = self._draft(graph, view, n, taps.tensor if isinstance(taps, Rows) and taps.view == view else None)
         if taps is not None and not (isinstance(taps, Rows) and taps.view == view):
             draft.tensors["taps"].write(self._taps_by_slot(view, taps, counts))
         start, anchor = self._total[slots].copy(), np.zeros(view.size, np.int64)
@@ -152,10 +177,14 @@ class Drafter:
             anchor[row], total[row] = token, start[row] + (count or 0)
         for name, values in (("start", start), ("total", total), ("first", self._first[slots]), ("anchor", anchor)):
             draft.tensors[name].write(values)
+        if sampled is not None:
+            for name, values in sampled.of(("temperature", "draft_uniform")).items():
+                draft.tensors[name].write(values)
         draft.run()
         self._total[slots] = total
         debug: dict[str, Tensor] = {n: draft.tensors[n] for n in ("block_hidden", "draft_logits") if n in draft.tensors}
-        return Proposals(view, draft.tensors["verify_tokens"], draft.tensors.get("confidence_logits"), debug)
+        named = draft.tensors
+        return Proposals(view, named["verify_tokens"], named.get("confidence_logits"), named.get("draft_probs"), debug)
 
     def _check_propose(
         self,
@@ -210,7 +239,7 @@ class Drafter:
 
     def _write(self, view: View, rows: Array, starts: Array) -> None:
         n = rows.shape[1]
-        self.rings.reserve(int(starts.max()) + n)
+        self.rings.reserve(view.lo + view.size, int(starts.max()) + n)
         context = self._contexts.get((view, n))
         if context is None:
             taps = self._engine.allocate((view.size, n, self._manifest.drafter.taps_width), MODEL_DTYPE)
@@ -221,25 +250,30 @@ class Drafter:
         context.tensors["start"].write(starts)
         context.run()
 
-    def _draft(self, view: View, n: int, taps: Tensor | None) -> BoundStep:
+    def _draft(self, graph: str, view: View, n: int, taps: Tensor | None) -> BoundStep:
         """Return the step of a slot range for n new rows, bound to `taps` if given, else to a tensor of its own."""
-        key = view, n, id(taps)
+        key = graph, view, n, id(taps)
         if key not in self._drafts:
-            shape = (view.size, n, self._manifest.drafter.taps_width)
-            tensors = {"taps": self._engine.allocate(shape, MODEL_DTYPE) if taps is None else taps, **self._draft_outputs(view)}
-            tensors |= {name: self._engine.allocate((view.size,), "int64") for name in ("start", "total", "first", "anchor")}
-            self._drafts[key] = BoundStep(self._engine, DRAFT, self.rings, view, tensors)
+            outputs = self._draft_outputs(graph, view)
+            tensors = {"taps": taps, **outputs} if taps is not None else outputs
+            for spec in self._engine.signatures[graph].inputs:
+                if spec.name not in tensors and "R" not in spec.shape:
+                    tensors[spec.name] = self._allocate(spec, view, n)
+            self._drafts[key] = BoundStep(self._engine, graph, self.rings, view, tensors)
         return self._drafts[key]
 
-    def _draft_outputs(self, view: View) -> dict[str, Tensor]:
-        if view not in self._outputs:
-            signature = self._engine.signatures[DRAFT]
-            self._outputs[view] = {
-                spec.name: self._engine.allocate(tuple(view.size if d == "B" else int(d) for d in spec.shape), spec.dtype)
-                for spec in signature.outputs
-                if spec.name not in signature.aliases
-            }
-        return self._outputs[view]
+    def _draft_outputs(self, graph: str, view: View) -> dict[str, Tensor]:
+        """Return the outputs of a slot range; both draft graphs share those of one name."""
+        signature, known = self._engine.signatures[graph], self._outputs.setdefault(view, {})
+        specs = [spec for spec in signature.outputs if spec.name not in signature.aliases]
+        for spec in specs:
+            if spec.name not in known:
+                known[spec.name] = self._allocate(spec, view)
+        return {spec.name: known[spec.name] for spec in specs}
+
+    def _allocate(self, spec: TensorSpec, view: View, n: int = 0) -> Tensor:
+        sizes = {"B": view.size, "N": n}
+        return self._engine.allocate(tuple(sizes[d] if isinstance(d, str) else d for d in spec.shape), spec.dtype)
 
     def _taps_by_slot(self, view: View, taps: Rows | Array, counts: Sequence[int | None]) -> Array:
         """Return taps of another slot range, or of requests in order, as rows of `view`."""

@@ -13,7 +13,12 @@ from dataclasses import dataclass, field
 from dspark.runtime.config import DrafterConfig, TargetConfig
 
 CONTEXT, DRAFT, TARGET, ACCEPT = "context", "draft", "target", "accept"
-GRAPHS = (CONTEXT, DRAFT, TARGET, ACCEPT)
+DRAFT_SAMPLED, ACCEPT_SAMPLED, TRUNCATE, LOGPROBS = "draft_sampled", "accept_sampled", "truncate", "logprobs"
+GREEDY_GRAPHS = (CONTEXT, DRAFT, TARGET, ACCEPT)
+GRAPHS = (*GREEDY_GRAPHS, DRAFT_SAMPLED, ACCEPT_SAMPLED, TRUNCATE, LOGPROBS)
+
+MOST_LOGPROBS = 20
+"""Most likely tokens whose log-probabilities the graph `logprobs` gives for every row."""
 
 MODEL_DTYPE = "model"
 """Stands for the dtype that a bundle was exported with."""
@@ -73,23 +78,44 @@ def signatures(target: TargetConfig, drafter: DrafterConfig, num_speculative_tok
     drafted = [_int("verify_tokens", "B", k + 1)]
     if drafter.enable_confidence_head:
         drafted.append(_float("confidence_logits", "B", k))
+    debug = []
     if debug_outputs:
-        drafted += [
-            TensorSpec("block_hidden", MODEL_DTYPE, ("B", block, drafter.hidden_size)),
-            _float("draft_logits", "B", k, vocabulary),
-        ]
+        debug = [TensorSpec("block_hidden", MODEL_DTYPE, ("B", block, drafter.hidden_size)), _float("draft_logits", "B", k, vocabulary)]
+    block_inputs = [taps, _int("start", "B"), _int("total", "B"), _int("first", "B"), _int("anchor", "B")]
+    drawn, probs = [_float("temperature", "B"), _float("draft_uniform", "B", k)], _float("draft_probs", "B", k, vocabulary)
     return {
         CONTEXT: _with_state([taps, _int("start", "B")], [], rings, ring),
-        DRAFT: _with_state([taps, _int("start", "B"), _int("total", "B"), _int("first", "B"), _int("anchor", "B")], drafted, rings, ring),
+        DRAFT: _with_state(block_inputs, [*drafted, *debug], rings, ring),
+        DRAFT_SAMPLED: _with_state([*block_inputs, *drawn], [*drafted, probs, *debug], rings, ring),
         TARGET: _with_state(
             [_int("tokens", "B", "N"), _int("start", "B"), _int("logit_rows", "B", "M")],
             [_float("logits", "B", "M", vocabulary), taps],
             caches,
             cache,
         ),
-        ACCEPT: Signature(
-            (_float("logits", "B", "M", vocabulary), _int("verify_tokens", "B", k + 1), _int("count", "B")),
-            (_int("accepted", "B"), _int("next_token", "B")),
+        **acceptance_signatures(vocabulary, k),
+    }
+
+
+def acceptance_signatures(vocabulary: int, num_speculative_tokens: int) -> dict[str, Signature]:
+    """Return the signatures of the graphs without weights, which choose tokens from logits."""
+    k = num_speculative_tokens
+    logits, verify_tokens, threshold = (
+        _float("logits", "B", "M", vocabulary),
+        _int("verify_tokens", "B", k + 1),
+        _float("threshold", "B", "M"),
+    )
+    judged, temperature = (logits, verify_tokens, _int("count", "B")), _float("temperature", "B")
+    chosen = _int("accepted", "B"), _int("next_token", "B")
+    uniform = _float("accept_uniform", "B", k), _float("next_uniform", "B")
+    top = min(MOST_LOGPROBS, vocabulary)
+    return {
+        ACCEPT: Signature(judged, chosen),
+        ACCEPT_SAMPLED: Signature((*judged, _float("draft_probs", "B", k, vocabulary), temperature, threshold, *uniform), chosen),
+        TRUNCATE: Signature((logits, temperature, _int("top_k", "B"), _float("top_p", "B"), _float("min_p", "B")), (threshold,)),
+        LOGPROBS: Signature(
+            (logits, verify_tokens, *chosen),
+            (_float("logprobs", "B", "M"), _float("top_logprobs", "B", "M", top), _int("top_tokens", "B", "M", top)),
         ),
     }
 

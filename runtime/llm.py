@@ -1,11 +1,12 @@
 """`LLM`: prompts in, text out.
 
-Knows prompts, text and parameters. The decoding is runtime.decode; this version takes a list of prompts one after the other.
+Knows prompts, text and parameters. The decoding is runtime.decode.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,19 @@ from typing import Any
 import numpy as np
 
 from dspark.runtime.bundle import load_bundle
-from dspark.runtime.decode import Decoder, Request
+from dspark.runtime.decode import Decoder
 from dspark.runtime.drafter import Drafter
+from dspark.runtime.engine import Engine
 from dspark.runtime.errors import LimitError, RequestError
+from dspark.runtime.graphs import ACCEPT, CONTEXT, DRAFT, TARGET
 from dspark.runtime.onnxruntime import OnnxRuntimeEngine
+from dspark.runtime.processors import LogitsProcessor
+from dspark.runtime.request import Request
 from dspark.runtime.sampling import SamplingParams
 from dspark.runtime.state import Slots
 from dspark.runtime.stats import Stats
-from dspark.runtime.stop import StopRule
-from dspark.runtime.target import Qwen3Target
+from dspark.runtime.stop import ABORT, STOP, OutputText, StopRule
+from dspark.runtime.target import Qwen3Target, Target
 from dspark.runtime.tokenizer import Message, end_tokens, load_tokenizer
 
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -29,12 +34,17 @@ Prompt = str | Sequence[int] | Sequence[Message]
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """What one prompt gave. `text` is None for a bundle without a tokenizer."""
+    """What one prompt gave. `text` is None for a bundle without a tokenizer; it ends before a stop string."""
 
     prompt_token_ids: list[int]
     token_ids: list[int]
     text: str | None
     finish_reason: str
+    """`stop` or `length`."""
+    stop_reason: int | str | None
+    """The stop string or the stop token id of the parameters that ended the output."""
+    logprobs: list[dict[int, float]] | None
+    """For each token, log-probabilities by token id, its own first; None unless asked for."""
     stats: Stats
 
 
@@ -50,8 +60,10 @@ class Piece:
 class LLM:
     """A target with its drafter, loaded from a bundle.
 
-    `speculative=False` decodes plainly on the same target graph. `num_speculative_tokens` may be less than the bundle serves;
-    `max_seq_len` may be less than it allows. `threads` is the number of threads a graph runs on (default: one a physical core).
+    `speculative=False` decodes plainly on the same target graph. `num_speculative_tokens` may be less than the bundle serves,
+    `max_seq_len` less than it allows. `max_num_seqs` is the number of requests decoded at once (default: all the bundle allows; memory
+    grows with those in use); the others wait. `threads` is the number of threads a graph runs on (default: one a physical core).
+    `target` makes another target than the bundle's own, from the engine and the slots; see `runtime.target.Target`.
     """
 
     def __init__(
@@ -60,8 +72,10 @@ class LLM:
         *,
         speculative: bool = True,
         num_speculative_tokens: int | None = None,
+        max_num_seqs: int | None = None,
         max_seq_len: int | None = None,
         threads: int | None = None,
+        target: Callable[[Engine, Slots], Target] | None = None,
     ) -> None:
         loaded = load_bundle(bundle)
         manifest = self.manifest = loaded.manifest
@@ -69,38 +83,44 @@ class LLM:
         k = most if num_speculative_tokens is None else num_speculative_tokens
         if not 1 <= k <= most:
             raise LimitError(f"num_speculative_tokens is {k}, this bundle serves 1..{most} proposals (verify width {most + 1})")
+        seqs = manifest.limits.max_batch_size if max_num_seqs is None else max_num_seqs
+        if not 1 <= seqs <= manifest.limits.max_batch_size:
+            raise LimitError(f"max_num_seqs is {seqs}, this bundle allows 1..{manifest.limits.max_batch_size} requests at once")
+        self._max_seq_len = manifest.limits.seq_len(max_seq_len)
         self.tokenizer = load_tokenizer(loaded.directory)
         self.end_token_ids = end_tokens(loaded.directory, self.tokenizer)
-        engine = OnnxRuntimeEngine(loaded, threads=threads)
-        slots = Slots(1)
-        target = Qwen3Target(engine, slots, max_seq_len)
-        self._max_seq_len = target.max_seq_len
-        drafter = Drafter(engine, slots)
-        limits: dict[str, Any] = {"num_speculative_tokens": k, "max_seq_len": self._max_seq_len}
-        self._decoders = {use: Decoder(engine, slots, target, drafter if use else None, **limits) for use in (True, False)}
+        engine, slots = OnnxRuntimeEngine(loaded, threads=threads), Slots(seqs)
+        engine.load([CONTEXT, DRAFT, ACCEPT] + ([TARGET] if target is None else []))
+        self._decoder = Decoder(
+            engine,
+            slots,
+            Qwen3Target(engine, slots, max_seq_len) if target is None else target(engine, slots),
+            Drafter(engine, slots),
+            num_speculative_tokens=k,
+            max_seq_len=self._max_seq_len,
+        )
         self._speculative = speculative
         self._requests = 0
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         speculative: bool | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Generate from one prompt or several: strings, lists of token ids, or lists of chat messages; one output each, in order.
 
-        Every prompt is checked before the first is decoded. Raises RequestError.
+        Several prompts are decoded together; each may have parameters of its own. Every prompt is checked before the first is decoded.
+        Raises RequestError.
         """
-        params = sampling_params or SamplingParams()
-        requests = [self._request(p, params, chat_template_kwargs) for p in _as_list(prompts)]
-        outputs = []
-        for request in requests:
-            for _ in self._decoder(speculative).decode(request):
-                pass
-            outputs.append(self._output(request))
-        return outputs
+        streams = self.streams(prompts, sampling_params, speculative=speculative, chat_template_kwargs=chat_template_kwargs)
+        try:
+            return [stream.result() for stream in streams]
+        finally:
+            for stream in streams:
+                stream.close()
 
     def stream(
         self,
@@ -109,16 +129,30 @@ class LLM:
         *,
         speculative: bool | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> Iterator[Piece]:
-        """Generate from one prompt and yield pieces as tokens are committed; the last piece holds the output.
+    ) -> Stream:
+        """Generate from one prompt and iterate over pieces as tokens are committed; the last piece holds the output.
 
-        One request runs at a time: finish or close a stream before the next call.
+        Streams share the engine: whichever is read moves all of them on. One that is closed, or forgotten, frees its place.
         """
-        request = self._request(prompt, sampling_params or SamplingParams(), chat_template_kwargs)
-        text = None if self.tokenizer is None else self.tokenizer.stream()
-        for tokens in self._decoder(speculative).decode(request):
-            yield Piece(tokens, text.push(tokens) if text else "")
-        yield Piece([], text.finish() if text else "", self._output(request))
+        (stream,) = self.streams([prompt], sampling_params, speculative=speculative, chat_template_kwargs=chat_template_kwargs)
+        return stream
+
+    def streams(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        speculative: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Stream]:
+        """Return a stream for each prompt, all checked first; they are decoded together. Raises RequestError."""
+        items = _as_list(prompts)
+        params = [sampling_params or SamplingParams()] * len(items) if not isinstance(sampling_params, Sequence) else list(sampling_params)
+        if len(params) != len(items):
+            raise RequestError(f"{len(params)} sampling parameters for {len(items)} prompts: expected one for all, or one for each")
+        use = self._speculative if speculative is None else speculative
+        requests = [self._request(*pair, use, chat_template_kwargs) for pair in zip(items, params, strict=True)]
+        return [Stream(self._decoder, request, self._output) for request in requests]
 
     def encode(self, prompt: Prompt, chat_template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
         """Return the token ids of a prompt. Raises RequestError if it is empty, too long, or holds an id without an embedding row."""
@@ -148,19 +182,76 @@ class LLM:
         tokens: list[int] = use(self.tokenizer)
         return tokens
 
-    def _request(self, prompt: Prompt, params: SamplingParams, chat_template_kwargs: Mapping[str, Any] | None) -> Request:
-        tokens = self.encode(prompt, chat_template_kwargs)
+    def _request(
+        self, prompt: Prompt, params: SamplingParams, speculative: bool, chat_template_kwargs: Mapping[str, Any] | None
+    ) -> Request:
+        tokens, rows = self.encode(prompt, chat_template_kwargs), self.manifest.target.vocab_size
+        outside = sorted(token for token in params.token_ids() if token >= rows)
+        if outside:
+            raise RequestError(f"token ids {outside[:5]} of the sampling parameters are outside the vocabulary's 0..{rows - 1}")
+        if params.stop_strings and self.tokenizer is None:
+            raise RequestError("this bundle has no tokenizer: use stop_token_ids instead of stop strings")
         own = () if params.ignore_eos else self.end_token_ids
+        rule = StopRule(frozenset(int(i) for i in (*own, *params.stop_token_ids)), params.max_tokens, params.min_tokens)
+        text = None
+        if self.tokenizer is not None:
+            text = OutputText(self.tokenizer.stream(), params.stop_strings, include=params.include_stop_str_in_output)
+        seed = secrets.randbits(64) if params.seed is None else int(params.seed)
         self._requests += 1
-        return Request(self._requests, tokens, StopRule.of([*own, *params.stop_token_ids], params.max_tokens))
-
-    def _decoder(self, speculative: bool | None) -> Decoder:
-        return self._decoders[self._speculative if speculative is None else speculative]
+        processor = LogitsProcessor(params, tokens, rule.stop_ids, rows)
+        return Request(self._requests, tokens, rule, params, seed, speculative, processor, text)
 
     def _output(self, request: Request) -> RequestOutput:
-        text = None if self.tokenizer is None else self.tokenizer.decode(request.output)
+        params, text = request.params, None
+        matched = None if request.text is None else request.text.matched
+        if request.text is not None and self.tokenizer is not None:
+            text = request.text.text if matched is not None else self.tokenizer.decode(request.output)
         assert request.finish_reason is not None
-        return RequestOutput(list(request.prompt), request.output, text, request.finish_reason, request.stats)
+        by_token = request.output[-1] if request.finish_reason == STOP and request.output[-1] in params.stop_token_ids else None
+        logprobs = None if params.logprobs is None else request.logprobs
+        reason = by_token if matched is None else matched
+        return RequestOutput(list(request.prompt), request.output, text, request.finish_reason, reason, logprobs, request.stats)
+
+
+class Stream:
+    """The pieces of one request's output, as they come; the last holds the output."""
+
+    def __init__(self, decoder: Decoder, request: Request, output: Callable[[Request], RequestOutput]) -> None:
+        self._decoder, self._request, self._output = decoder, request, output
+        self._read = 0
+        self._result: RequestOutput | None = None
+        decoder.add(request)
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self
+
+    def __next__(self) -> Piece:
+        request = self._request
+        if self._result is not None or request.finish_reason == ABORT:
+            raise StopIteration
+        while request.finish_reason is None and self._read == len(request.output):
+            self._decoder.step()
+        tokens, self._read = request.output[self._read :], len(request.output)
+        if tokens:
+            return Piece(tokens, "" if request.text is None else request.text.take(final=False))
+        self._result = self._output(request)
+        return Piece([], "" if request.text is None else request.text.take(final=True), self._result)
+
+    def result(self) -> RequestOutput:
+        """Decode to the end and return the output. Raises RequestError if the stream was closed before."""
+        for _ in self:
+            pass
+        if self._result is None:
+            raise RequestError("this stream was closed before its end")
+        return self._result
+
+    def close(self) -> None:
+        """End the request if it goes on, and free its slot."""
+        self._decoder.cancel(self._request)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_request"):
+            self.close()
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:

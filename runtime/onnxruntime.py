@@ -7,7 +7,7 @@ Knows ONNX Runtime sessions. Does not know slots, requests or sampling.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 from dspark.runtime.bundle import Bundle, Manifest
 from dspark.runtime.engine import Array, Tensor, check_binding, numpy_dtype
 from dspark.runtime.errors import EngineError
-from dspark.runtime.graphs import GRAPHS, signatures
+from dspark.runtime.graphs import signatures
 
 # Each session has a thread pool of its own. A pool that goes on spinning after its run takes the cores from the next session: a round of
 # the example pair took 7.6 ms with two threads, 2.7 ms with pools that stop (2 cores). One pool for all sessions is no faster, and makes
@@ -70,7 +70,7 @@ class _BoundGraph:
 
 
 class OnnxRuntimeEngine:
-    """Runs a bundle's graphs with ONNX Runtime on the CPU.
+    """Runs a bundle's graphs with ONNX Runtime on the CPU. A graph is loaded when it is first used, or by `load`.
 
     `threads` is the number of threads a graph runs on (default: one a physical core).
     """
@@ -91,7 +91,13 @@ class OnnxRuntimeEngine:
             )
         if threads is not None and threads < 1:
             raise EngineError(f"threads is {threads}, expected at least 1")
-        self._sessions = {graph: self._session(bundle, graph, threads or 0, log_severity) for graph in GRAPHS}
+        self._bundle, self._threads, self._log_severity = bundle, threads or 0, log_severity
+        self._sessions: dict[str, Any] = {}
+
+    def load(self, graphs: Iterable[str]) -> None:
+        """Load graphs now. Raises EngineError if ONNX Runtime refuses one."""
+        for graph in graphs:
+            self._session(graph)
 
     def allocate(self, shape: tuple[int, ...], dtype: str) -> HostTensor:
         return HostTensor(np.zeros(shape, numpy_dtype(dtype, self.manifest)))
@@ -100,18 +106,23 @@ class OnnxRuntimeEngine:
         check_binding(graph, self.signatures[graph], self.manifest, {name: tensor.shape for name, tensor in tensors.items()})
         ours = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, HostTensor)}
         assert len(ours) == len(tensors), "tensors of another engine"
-        return _BoundGraph(self, graph, self._sessions[graph], ours)
+        return _BoundGraph(self, graph, self._session(graph), ours)
 
-    def _session(self, bundle: Bundle, graph: str, threads: int, log_severity: int) -> Any:
+    def _session(self, graph: str) -> Any:
+        if graph not in self._sessions:
+            self._sessions[graph] = self._load(graph)
+        return self._sessions[graph]
+
+    def _load(self, graph: str) -> Any:
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
-        options.log_severity_level = log_severity
-        options.intra_op_num_threads = threads
+        options.log_severity_level = self._log_severity
+        options.intra_op_num_threads = self._threads
         options.add_session_config_entry(_STOP_SPINNING, "1")
         if self.manifest.weights.root is not None:
             options.add_session_config_entry(_WEIGHTS_FOLDER, self.manifest.weights.root)
-        path = bundle.graph_path(graph)
+        path = self._bundle.graph_path(graph)
         try:
             session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         except Exception as error:  # ONNX Runtime's errors share no narrower base

@@ -1,7 +1,8 @@
 """Slots and the state tensors that hold one row per slot: rings and key/value caches.
 
 A request holds a slot. Every call of an engine binds a contiguous range of slots, as input and output alike. Tensors start small and
-grow in steps, since CPU kernels work over all of the capacity. Knows numbers and tensors; not what the rows mean.
+grow with the slots in use and, in steps, with their rows, since CPU kernels work over all of the capacity. Knows numbers and tensors;
+not what the rows mean.
 """
 
 from __future__ import annotations
@@ -47,10 +48,20 @@ class Slots:
         self.count = count
         self._slots: dict[Hashable, int] = {}
         self._clear: list[Callable[[int], None]] = []
+        self._move: list[Callable[[int, int], None]] = []
 
     def on_admission(self, clear: Callable[[int], None]) -> None:
         """Call `clear` with each slot that is given to a request, so that nothing of its last user is left."""
         self._clear.append(clear)
+
+    def on_move(self, move: Callable[[int, int], None]) -> None:
+        """Call `move` with the old and the new slot of a request that moves."""
+        self._move.append(move)
+
+    @property
+    def free(self) -> int:
+        """Number of slots that no request holds."""
+        return self.count - len(self._slots)
 
     def admit(self, request: Hashable) -> int:
         """Give `request` a slot. Raises RequestError if it has one, LimitError if none is free."""
@@ -83,9 +94,25 @@ class Slots:
             raise RequestError(f"requests {list(requests)!r}: expected at least one, each once")
         if len(slots) == 1:
             return View(slots[0], 1, (0,))
-        highest = max(self._slots.values()) + 1
-        bucket = 1 << (highest - 1).bit_length()
-        return View(0, min(bucket, self.count), tuple(slots))
+        return View(0, min(_bucket(max(self._slots.values()) + 1), self.count), tuple(slots))
+
+    def straggler(self) -> Hashable | None:
+        """Return the request in the highest slot, if views would be smaller without the free slots below it."""
+        if len(self._slots) < 2:
+            return None  # a single request's view is its slot alone
+        request = max(self._slots, key=lambda r: self._slots[r])
+        return request if _bucket(self._slots[request] + 1) > _bucket(len(self._slots)) else None
+
+    def move_down(self, request: Hashable) -> None:
+        """Move `request` to the lowest free slot, its rows and numbers with it."""
+        old, new = self.slot(request), min(set(range(self.count)) - set(self._slots.values()))
+        for move in self._move:
+            move(old, new)
+        self._slots[request] = new
+
+
+def _bucket(slots: int) -> int:
+    return 1 << (slots - 1).bit_length()
 
 
 class State:
@@ -97,45 +124,54 @@ class State:
             raise LimitError(f"{slots} slots, the bundle allows 1..{most} requests at once")
         self._engine, self._kind, self._limit = engine, kind, limit
         self._names = [name for name, _ in state_names(kind, config.num_hidden_layers)]
-        self._slots, self._heads, self._head_dim = slots, config.num_key_value_heads, config.head_dim
-        self.capacity = 0
+        self._most_slots, self._heads, self._head_dim = slots, config.num_key_value_heads, config.head_dim
+        self.slots = self.capacity = 0
         self._tensors: dict[str, Tensor] = {}
         self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
         self.bound: WeakSet[BoundStep] = WeakSet()
-        self.reserve(1)
+        self.reserve(1, 1)
 
-    def bytes_at(self, capacity: int) -> int:
-        """Return the memory that the tensors take at a capacity."""
+    def bytes_at(self, slots: int, capacity: int) -> int:
+        """Return the memory that the tensors take for a number of slots and rows."""
         itemsize = 4 if self._engine.manifest.dtype == "fp32" else 2
-        return len(self._names) * self._slots * self._heads * capacity * self._head_dim * itemsize
+        return len(self._names) * slots * self._heads * capacity * self._head_dim * itemsize
 
-    def reserve(self, rows: int) -> None:
-        """Make room for `rows` rows per slot, or for the limit if that is less: rings wrap there."""
-        if rows <= self.capacity or self.capacity == self._limit:
+    def reserve(self, slots: int, rows: int) -> None:
+        """Make room for slots below `slots` and `rows` rows in each, or for the limit if that is less: rings wrap there."""
+        if slots <= self.slots and (rows <= self.capacity or self.capacity == self._limit):
             return
-        step = max(GROWTH, self.capacity // 8)  # steps grow with the state, so that copying stays linear
-        capacity = min(self._limit, round_up_16(max(rows, self.capacity + step)))
-        needed, available = self.bytes_at(capacity), _available_memory()
+        slots, capacity = min(self._most_slots, _bucket(max(slots, self.slots))), self.capacity
+        if rows > capacity:
+            step = max(GROWTH, capacity // 8)  # steps grow with the state, so that copying stays linear
+            capacity = min(self._limit, round_up_16(max(rows, capacity + step)))
+        needed, available = self.bytes_at(slots, capacity), _available_memory()
         if available is not None and needed > available:
             raise EngineError(
-                f"the {self._kind}s need {needed / 1e9:.2f} GB for {capacity} rows in {self._slots} slots, {available / 1e9:.2f} GB are "
+                f"the {self._kind}s need {needed / 1e9:.2f} GB for {capacity} rows in {slots} slots, {available / 1e9:.2f} GB are "
                 "available: use fewer slots or shorter sequences"
             )
-        logger.info("%ss: %d rows in %d slots, %.1f MB", self._kind, capacity, self._slots, needed / 1e6)
-        shape = (self._slots, self._heads, capacity, self._head_dim)
+        logger.info("%ss: %d rows in %d slots, %.1f MB", self._kind, capacity, slots, needed / 1e6)
+        shape = (slots, self._heads, capacity, self._head_dim)
         grown = {name: self._engine.allocate(shape, MODEL_DTYPE) for name in self._names}
         for name, old in self._tensors.items():
             values = grown[name].read()
-            values[:, :, : self.capacity] = old.read()
+            values[: self.slots, :, : self.capacity] = old.read()
             grown[name].write(values)
-        self._tensors, self.capacity = grown, capacity
+        self._tensors, self.slots, self.capacity = grown, slots, capacity
         self._views.clear()
         for step_bound in self.bound:
             step_bound.unbind()
 
+    def move(self, old: int, new: int) -> None:
+        """Copy the rows of a slot to a lower one."""
+        if old < self.slots:  # else it has none yet
+            for tensor in self._tensors.values():
+                tensor.rows(new, 1).write(tensor.rows(old, 1).read())
+
     def tensors(self, view: View) -> dict[str, Tensor]:
         """Return the rows of a slot range by input name."""
         key = view.lo, view.size
+        self.reserve(view.lo + view.size, 1)
         if key not in self._views:
             self._views[key] = {name: tensor.rows(*key) for name, tensor in self._tensors.items()}
         return self._views[key]

@@ -25,22 +25,34 @@ class Verified:
     logits: Rows
     """`[B,M,V]` float32; row i judges what follows token i."""
     taps: Rows
-    """`[B,N,m*H]`: tapped states of the fed tokens."""
+    """`[B,N,m*H]`: outputs of the tapped layers for the fed tokens. A prefill may give fewer, those of the newest tokens."""
 
 
 class Target(Protocol):
-    """What decoding needs of a target."""
+    """What decoding needs of a target; `Qwen3Target` is one, `examples/hf_target.py` another.
+
+    A target keeps the committed tokens of each request. Its tensors are made by the engine's `allocate`, rows by slot
+    (`Slots.view`, `Slots.slot`); the same tensors in every call of one shape spare the graphs that read them a new binding.
+    """
 
     def prefill(self, request: Hashable, tokens: Sequence[int]) -> Verified:
-        """Feed the next chunk of a prompt and commit it; logits are those of its last row (M = 1)."""
+        """Feed the next chunk of a prompt and commit it; the view is the request's slot alone, logits are those of the last row (M = 1).
+
+        A target that finds tokens in a prefix cache computes no taps for them: it returns the taps of the rows it computed, at
+        least the last, and the drafter does without the others.
+        """
         ...
 
-    def verify(self, requests: Sequence[Hashable], tokens: Rows) -> Verified:
-        """Feed tokens behind each request's committed length, without committing them."""
+    def verify(self, requests: Sequence[Hashable], tokens: Rows, counts: Sequence[int]) -> Verified:
+        """Feed `tokens [B,N]` behind each request's committed length, without committing them; M = N.
+
+        The view is that of `requests`. Of a request's N rows the first `count` + 1 mean something; what comes out of the others, and of
+        slots of no request, is never read.
+        """
         ...
 
     def commit(self, request: Hashable, rows: int) -> None:
-        """Commit the first `rows` tokens of the last verification."""
+        """Commit the first `rows` tokens of the last verification, 1 to `count` + 1; the others are forgotten."""
         ...
 
     def release(self, request: Hashable) -> None:
@@ -53,14 +65,12 @@ class Qwen3Target:
 
     def __init__(self, engine: Engine, slots: Slots, max_seq_len: int | None = None) -> None:
         self._engine, self._slots, self._manifest = engine, slots, engine.manifest
-        limits = self._manifest.limits
-        self.max_seq_len = limits.max_seq_len if max_seq_len is None else max_seq_len
-        if not 2 <= self.max_seq_len <= limits.max_seq_len:
-            raise LimitError(f"max_seq_len is {self.max_seq_len}, the bundle allows 2..{limits.max_seq_len}")
+        self.max_seq_len = self._manifest.limits.seq_len(max_seq_len)
         self.caches = State(engine, "cache", self._manifest.target, slots.count, self._manifest.cache_capacity)
         self._length = np.zeros(slots.count, np.int64)
         self._fed = np.zeros(slots.count, np.int64)
         slots.on_admission(self._clear)
+        slots.on_move(self._move)
         # As in the drafter: one set of outputs a view and width, whatever tokens a step is bound to.
         self._outputs: dict[tuple[View, int], dict[str, Tensor]] = {}
         self._steps: dict[tuple[View, int, int], BoundStep] = {}
@@ -76,6 +86,11 @@ class Qwen3Target:
 
     def _clear(self, slot: int) -> None:
         self._length[slot] = self._fed[slot] = 0
+
+    def _move(self, old: int, new: int) -> None:
+        self.caches.move(old, new)
+        self._length[new] = self._length[old]
+        self._clear(old)
 
     def prefill(self, request: Hashable, tokens: Sequence[int]) -> Verified:
         """Feed at most `max_chunk` tokens behind the committed length and commit them."""
@@ -99,8 +114,8 @@ class Qwen3Target:
         self._fed[slot] = 0
         return verified
 
-    def verify(self, requests: Sequence[Hashable], tokens: Rows) -> Verified:
-        """Feed `tokens [B,N]`, N at most K + 1, behind each request's committed length."""
+    def verify(self, requests: Sequence[Hashable], tokens: Rows, counts: Sequence[int]) -> Verified:
+        """Feed `tokens [B,N]`, N at most K + 1, behind each request's committed length; `counts` of the proposals mean something."""
         view, n = self._slots.view(requests), tokens.tensor.shape[1]
         proposals = self._manifest.num_speculative_tokens
         if n > proposals + 1:
@@ -110,7 +125,9 @@ class Qwen3Target:
             )
         if tokens.view != view:
             raise RequestError(f"tokens of slots {tokens.view}, the requests hold {view}")
-        longest = max(self.length(request) for request in requests) + n
+        if len(counts) != len(requests) or not all(0 <= count < n for count in counts):
+            raise RequestError(f"counts {list(counts)} for {len(requests)} requests and {n} rows: expected one of 0..{n - 1} for each")
+        longest = max(self.length(request) + count + 1 for request, count in zip(requests, counts, strict=True))
         if longest > self.max_seq_len:
             raise LimitError(f"{longest} tokens, max_seq_len is {self.max_seq_len}: verify fewer rows")
         key = view, n, id(tokens.tensor)
@@ -120,8 +137,8 @@ class Qwen3Target:
             every_row = np.tile(np.arange(n), (view.size, 1))
             self._steps[key] = self._bind(view, tokens.tensor, every_row, self._outputs[view, n])
         verified = self._run(self._steps[key], view, n)
-        for request in requests:
-            self._fed[self._slots.slot(request)] = n
+        for request, count in zip(requests, counts, strict=True):
+            self._fed[self._slots.slot(request)] = count + 1
         return verified
 
     def commit(self, request: Hashable, rows: int) -> None:
@@ -148,7 +165,7 @@ class Qwen3Target:
     def _run(self, step: BoundStep, view: View, n: int) -> Verified:
         # Rows of other requests write junk behind their own end, where their next rows go.
         start = self._length[view.lo : view.lo + view.size]
-        self.caches.reserve(int(start.max()) + n)
+        self.caches.reserve(view.lo + view.size, int(start.max()) + n)
         step.tensors["start"].write(start)
         step.run()
         return Verified(Rows(view, step.tensors["logits"]), Rows(view, step.tensors["taps"]))

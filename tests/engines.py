@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dspark.runtime.bundle import load_bundle
-from dspark.runtime.decode import Decoder, Request
+from dspark.runtime.decode import Decoder
 from dspark.runtime.drafter import Drafter, Proposals
 from dspark.runtime.engine import Array
 from dspark.runtime.onnxruntime import OnnxRuntimeEngine
+from dspark.runtime.request import Request
+from dspark.runtime.sampling import SamplingParams
 from dspark.runtime.state import Slots
 from dspark.runtime.stop import StopRule
 from dspark.runtime.target import Qwen3Target
@@ -46,9 +48,20 @@ def open_parts(bundle: Path, slots: int = 4) -> Parts:
     return Parts(engine, table, Qwen3Target(engine, table), Drafter(engine, table))
 
 
-def request(prompt: Sequence[int], max_tokens: int, stop_ids: Sequence[int] = (), name: Hashable = "r") -> Request:
-    """Return a request."""
-    return Request(name, list(prompt), StopRule.of(stop_ids, max_tokens))
+def request(prompt: Sequence[int], max_tokens: int, stop_ids: Sequence[int] = (), name: Hashable = "r", **options: Any) -> Request:
+    """Return a request; `seed` and `speculative` are its own, other options are sampling parameters."""
+    own = {key: options.pop(key) for key in ("seed", "speculative") if key in options}
+    params = SamplingParams(max_tokens=max_tokens, **options)
+    return Request(name, list(prompt), StopRule(frozenset(stop_ids), max_tokens), params, **own)
+
+
+def decode(decoder: Decoder, *requests: Request) -> Iterator[list[int]]:
+    """Decode requests together to their ends; yield what a step emitted."""
+    for one in requests:
+        decoder.add(one)
+    while any(one.finish_reason is None for one in requests):
+        for _, tokens in decoder.step():
+            yield tokens
 
 
 class ScriptedDrafter:
@@ -65,17 +78,29 @@ class ScriptedDrafter:
 
     def write_context(self, request: Hashable, taps: Array, positions: Array) -> None:
         self._drafter.write_context(request, taps, positions)
-        self._prompts[request] = int(positions[-1]) + 1
+        if request not in self.rounds:  # the prompt, chunk by chunk
+            self._prompts[request] = int(positions[-1]) + 1
 
     def release(self, request: Hashable) -> None:
         self._drafter.release(request)
 
-    def propose(self, requests: Sequence[Hashable], anchors: Sequence[int], taps: Any = None, counts: Any = None) -> Proposals:
-        proposals = self._drafter.propose(requests, anchors, taps, counts)
+    def total(self, request: Hashable) -> int:
+        return self._drafter.total(request)
+
+    def skip_to(self, request: Hashable, position: int) -> None:
+        self._drafter.skip_to(request, position)
+        self._prompts[request] = position
+
+    def propose(
+        self, requests: Sequence[Hashable], anchors: Sequence[int], taps: Any = None, counts: Any = None, draws: Any = None
+    ) -> Proposals:
+        proposals = self._drafter.propose(requests, anchors, taps, counts, draws=draws)
         if self.propose_hook is not None:
             self.propose_hook(proposals)
         tokens = proposals.verify_tokens.read().copy()
         for name, row in zip(requests, proposals.view.rows, strict=True):
+            if name not in self._prompts:  # a plain request
+                continue
             emitted = self._drafter.total(name) - self._prompts[name] + 1
             number = self.rounds[name] = self.rounds.get(name, 0) + 1
             right = self._right(name, number - 1)

@@ -41,6 +41,20 @@ def sigmoid(x: Array) -> Array:
     return 1 / (1 + np.exp(-x))
 
 
+def distribution(logits: Array, params: Any) -> Array:
+    """Return the probabilities at a temperature, cut by sorting: min_p, then top_k, then top_p of what is left; ties stay together."""
+    if params.temperature < 1e-5:
+        return np.eye(len(logits))[int(np.flatnonzero(logits == logits.max())[0])]
+    p = np.exp((logits.astype(np.float64) - logits.max()) / params.temperature)
+    p[p < params.min_p * (1 - 1e-7)] = 0
+    if 0 < params.top_k < len(p):
+        p[p < np.sort(p)[-params.top_k] * (1 - 1e-7)] = 0
+    if params.top_p < 1:
+        order = np.sort(p)[::-1]
+        p[p < order[np.searchsorted(np.cumsum(order), params.top_p * p.sum())] * (1 - 1e-7)] = 0
+    return p / p.sum()
+
+
 class Layers:
     """The arithmetic of Qwen3 layers, by tensor name prefix."""
 

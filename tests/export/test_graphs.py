@@ -91,7 +91,7 @@ def test_sizes_are_not_baked_in(small_bundle: Path, batch: int, rows: int, seede
             parts.slots.admit(name)
             if seeded:
                 parts.drafter.write_context(name, taps[name, :seeded], np.arange(seeded))
-    together.drafter.rings.reserve(seeded + rows)
+    together.drafter.rings.reserve(4, seeded + rows)
     engine, view = together.engine, View(0, batch, tuple(names))
     chunk, start = engine.allocate((batch, rows, 3 * 64), "model"), engine.allocate((batch,), "int64")
     chunk.write(taps[:, seeded:])

@@ -10,8 +10,8 @@ import torch
 from onnx import TensorProto, helper
 
 from dspark.export import ops
+from dspark.export.choice import greedy_choice
 from dspark.export.functions import operator_functions
-from dspark.export.layers import greedy_choice
 from dspark.plugins import contract, reference
 
 # batch, query heads, kv heads, head dim, block rows, ring capacity

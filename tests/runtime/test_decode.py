@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import engines
 import numpy as np
 import oracle
 import pytest
@@ -12,8 +13,8 @@ from conftest import Export
 from engines import Parts, ScriptedDrafter, open_parts, request
 
 from dspark.runtime import LLM, SamplingParams
-from dspark.runtime.decode import Request
 from dspark.runtime.errors import EngineError, LimitError, RequestError
+from dspark.runtime.request import Choice, Request
 from dspark.runtime.state import Rows
 
 PROMPT = [7, 250, 31, 99, 4]
@@ -32,9 +33,14 @@ def scripted(parts: Parts, truth: dict[object, list[int]], right: Callable[[obje
 
 
 def decode(parts: Parts, drafter: object, one: Request) -> Request:
-    for _ in parts.decoder(drafter).decode(one):
+    for _ in engines.decode(parts.decoder(drafter), one):
         pass
     return one
+
+
+def plain(bundle: Path, prompt: list[int], tokens: int) -> list[int]:
+    """Return what plain decoding gives."""
+    return decode(open_parts(bundle), None, request(prompt, tokens, speculative=False)).output
 
 
 def rebuilt_state(bundle: Path, small_pair: Path, tokens: list[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -120,7 +126,7 @@ def test_stop_token_inside_a_block(small_bundle: Path, greedy: list[int], index:
     first = greedy.index(greedy[index])
     drafter = scripted(parts, {"r": greedy}, lambda *_: 7)
     one = request(PROMPT, 40, [greedy[index]])
-    for kept in parts.decoder(drafter).decode(one):
+    for kept in engines.decode(parts.decoder(drafter), one):
         emitted += kept
     assert one.output == emitted == greedy[: first + 1]
     assert one.finish_reason == "stop"
@@ -134,8 +140,8 @@ def test_a_rejected_stop_token_does_not_end(small_bundle: Path, greedy: list[int
     drafter = scripted(parts, {"r": greedy}, lambda *_: 1)
     original = drafter.propose
 
-    def propose(*arguments: object) -> object:
-        proposals = original(*arguments)
+    def propose(*arguments: object, **options: object) -> object:
+        proposals = original(*arguments, **options)
         tokens = proposals.verify_tokens.read().copy()
         tokens[:, 3] = stop
         proposals.verify_tokens.write(tokens)
@@ -149,9 +155,9 @@ def test_a_rejected_stop_token_does_not_end(small_bundle: Path, greedy: list[int
 def test_all_rejected_for_500_tokens(small_bundle: Path) -> None:
     """Case E5: a drafter that is never right leaves no trace in 490 tokens (the pair's limit is 512)."""
     parts = open_parts(small_bundle)
-    plain = decode(parts, None, request(PROMPT, 490))
-    one = decode(parts, scripted(parts, {"r": plain.output}, lambda *_: 0), request(PROMPT, 490))
-    assert one.output == plain.output
+    expected = plain(small_bundle, PROMPT, 490)
+    one = decode(parts, scripted(parts, {"r": expected}, lambda *_: 0), request(PROMPT, 490))
+    assert one.output == expected
     assert set(one.stats.accepted_per_round) == {1}
 
 
@@ -168,12 +174,12 @@ def test_context_limit(export: Export, small_pair: Path, greedy: list[int], spec
     """Case B3: limit 64, prompt 60. The output ends with reason `length`, and the target sees no position from 64 on."""
     bundle = export(small_pair, ctx_window=32, max_seq_len=64, max_chunk=64, max_batch_size=4)
     llm, prompt = LLM(bundle, speculative=speculative), (PROMPT + greedy)[:60]
-    decoder, fed = llm._decoders[speculative], []
+    decoder, fed = llm._decoder, []
     verify = decoder._target.verify
 
-    def recorded(requests: list[object], tokens: Rows) -> object:
+    def recorded(requests: list[object], tokens: Rows, counts: list[int]) -> object:
         fed.append(decoder._target.length(requests[0]) + tokens.tensor.shape[1])
-        return verify(requests, tokens)
+        return verify(requests, tokens, counts)
 
     decoder._target.verify = recorded
     (output,) = llm.generate([prompt], SamplingParams(max_tokens=100))
@@ -194,7 +200,7 @@ def test_slots_leave_each_other_alone(small_bundle: Path, greedy: list[int], cap
     """
     parts = open_parts(small_bundle)
     prompts = {"a": PROMPT, "b": [*PROMPT[::-1], 5, 6, 7], "c": (PROMPT * 8)[:37]}
-    alone = {name: decode(open_parts(small_bundle), None, request(prompt, 30)).output for name, prompt in prompts.items()}
+    alone = {name: plain(small_bundle, prompt, 30) for name, prompt in prompts.items()}
     assert alone["a"] == greedy[:30]
     rights = {"a": [7, 0, 3], "b": [1, 6, 2, 4], "c": [5, 0, 7]}
     drafter = scripted(parts, alone, lambda name, number: rights[name][number % len(rights[name])])
@@ -232,8 +238,8 @@ def test_slots_leave_each_other_alone(small_bundle: Path, greedy: list[int], cap
 
         unchanged(["a", "b"], prefill)
         unchanged(["c"], lambda: decoder.round([requests["a"], requests["b"]]))
-    _, token = decoder._accept(prefill.logits, np.zeros(1, np.int64))
-    requests["c"].emit([int(token[0])])
+    chosen = decoder._accept.greedy(prefill.logits, np.zeros(1, np.int64))
+    requests["c"].emit(Choice([int(chosen.next_token[0])], []))
     while any(r.finish_reason is None for r in requests.values()):
         live = [r for r in requests.values() if r.finish_reason is None]
         unchanged([n for n, r in requests.items() if r not in live], lambda live=live: decoder.round(live))
@@ -249,7 +255,7 @@ def test_requests_that_sit_out_a_round(small_bundle: Path, small_pair: Path) -> 
     """
     parts = open_parts(small_bundle)
     prompts = {name: [(7 * i + 3 * n) % 300 for i in range(4 + 3 * n)] for n, name in enumerate("abcd")}
-    alone = {name: decode(open_parts(small_bundle), None, request(prompt, 60)).output for name, prompt in prompts.items()}
+    alone = {name: plain(small_bundle, prompt, 60) for name, prompt in prompts.items()}
     drafter = scripted(parts, alone, lambda name, number: (3 * number + ord(name)) % 8)
     decoder, requests = parts.decoder(drafter), {name: request(prompt, 60, name=name) for name, prompt in prompts.items()}
     for one in requests.values():
@@ -259,6 +265,7 @@ def test_requests_that_sit_out_a_round(small_bundle: Path, small_pair: Path) -> 
         decoder.round([requests[name] for name in group])
     decoder._settle([])
     for name, one in requests.items():
+        decoder._write_waiting(one)
         assert one.output == alone[name][: len(one.output)]
         committed = prompts[name] + one.output[:-1]
         assert parts.drafter.total(name) == parts.target.length(name) == len(committed)
@@ -288,7 +295,7 @@ def test_order_of_requests_makes_no_new_bindings(small_bundle: Path) -> None:
 def test_growth_lets_go_of_the_old_state(export: Export, small_pair: Path) -> None:
     parts = open_parts(export(small_pair, ctx_window="full", debug_outputs=True), slots=1)
     one = request(PROMPT, 400)
-    for _ in parts.decoder().decode(one):
+    for _ in engines.decode(parts.decoder(), one):
         pass
     assert parts.target.caches.capacity > 400
     for state in (parts.target.caches, parts.drafter.rings):
@@ -306,7 +313,7 @@ def test_commit_is_checked(small_bundle: Path) -> None:
     tokens = Rows(parts.slots.view(["r"]), parts.engine.allocate((1, 8), "int64"))
     with pytest.raises(RequestError, match=r"commits 1 rows, expected 1\.\.0"):
         parts.target.commit("r", 1)
-    parts.target.verify(["r"], tokens)
+    parts.target.verify(["r"], tokens, [7])
     for rows in (0, -5, 9):
         with pytest.raises(RequestError, match=rf"commits {rows} rows, expected 1\.\.8"):
             parts.target.commit("r", rows)
@@ -326,7 +333,7 @@ def test_more_slots_than_the_bundle_allows(small_bundle: Path) -> None:
 def test_decoder_holds_the_length_limit_itself(pair_bundle: Path) -> None:
     parts = open_parts(pair_bundle, slots=1)
     one = request([5] * 1015, 600)
-    for _ in parts.decoder().decode(one):
+    for _ in engines.decode(parts.decoder(), one):
         pass
     assert (len(one.output), one.finish_reason) == (9, "length")
 
@@ -338,13 +345,14 @@ def test_a_failing_graph_is_a_named_error(small_bundle: Path) -> None:
     tokens = parts.engine.allocate((1, 8), "int64")
     tokens.write(99999)
     with pytest.raises(EngineError, match="graph target failed"):
-        parts.target.verify(["r"], Rows(parts.slots.view(["r"]), tokens))
+        parts.target.verify(["r"], Rows(parts.slots.view(["r"]), tokens), [7])
 
 
 def test_a_copied_state_would_be_noticed(small_bundle: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The warning that the test above listens for does come when a state tensor is bound to another output."""
     parts = open_parts(small_bundle, slots=1)
     engine, signature = parts.engine, parts.engine.signatures["context"]
+    engine.load(["context"])
     sizes = {"B": 1, "N": 2, "R": 48}
     binding = engine._sessions["context"].io_binding()
     tensors = [
@@ -398,7 +406,7 @@ def test_verify_width_is_checked(export: Export, small_pair: Path) -> None:
     parts.target.prefill("r", PROMPT)
     tokens = Rows(parts.slots.view(["r"]), parts.engine.allocate((1, 8), "int64"))
     with pytest.raises(LimitError, match=r"8 rows to verify: this bundle serves 6 proposals a round, so at most 7 rows .* a block of 7"):
-        parts.target.verify(["r"], tokens)
+        parts.target.verify(["r"], tokens, [7])
     with pytest.raises(LimitError, match=r"num_speculative_tokens is 7, this bundle serves 1\.\.6 proposals \(verify width 7\)"):
         LLM(bundle, num_speculative_tokens=7)
 
@@ -413,7 +421,7 @@ def test_fewer_proposals_than_exported(export: Export, small_pair: Path, greedy:
     parts = open_parts(bundle, slots=1)
     drafter = scripted(parts, {"r": greedy}, lambda *_: 7)
     one = request(PROMPT, 60)
-    for _ in parts.decoder(drafter, num_speculative_tokens=served).decode(one):
+    for _ in engines.decode(parts.decoder(drafter, num_speculative_tokens=served), one):
         pass
     assert one.output == greedy[:60]
     assert one.stats.accepted_per_round[0] == served + 1

@@ -86,7 +86,7 @@ def test_ignore_eos_and_stop_token_ids(llm: LLM) -> None:
 )
 def test_the_first_reason_counts(emitted: int, tokens: list[int], limit: int, kept: list[int], reason: str | None) -> None:
     """Stop token and limit in one accepted run."""
-    assert StopRule.of([99], limit).cut(emitted, tokens) == (kept, reason)
+    assert StopRule(frozenset([99]), limit).cut(emitted, tokens) == (kept, reason)
 
 
 def test_stream_gives_the_text_piece_by_piece(llm: LLM) -> None:
@@ -98,13 +98,24 @@ def test_stream_gives_the_text_piece_by_piece(llm: LLM) -> None:
     assert len(pieces) == output.stats.rounds + 2
 
 
-def test_a_stream_that_is_dropped_frees_its_slot(llm: LLM) -> None:
-    stream = llm.stream(CHAT, SamplingParams(max_tokens=100))
-    next(stream)
-    with pytest.raises(LimitError, match="all 1 slots are taken"):
-        llm.generate([CHAT])
-    stream.close()
-    assert llm.generate([CHAT], SamplingParams(max_tokens=3))[0].token_ids
+def test_streams_share_the_engine(pair_bundle: Path) -> None:
+    """One place, three users: a stream that is half read, a call that waits for it, one that is closed, one that is forgotten."""
+    llm, params = LLM(pair_bundle, max_num_seqs=1), SamplingParams(max_tokens=100)
+    (alone,) = llm.generate([CHAT], params)
+    first, second = llm.stream(CHAT, params), llm.stream(CHAT, params)
+    pieces = [next(first)]
+    assert second.result().token_ids == alone.token_ids, "it waited, and moved the first to its end"
+    pieces += first
+    assert [t for piece in pieces for t in piece.token_ids] == alone.token_ids
+    assert pieces[-1].output is not None
+    closed, forgotten = llm.stream(CHAT, params), llm.stream(CHAT, params)
+    next(closed)
+    closed.close()
+    assert list(closed) == []
+    with pytest.raises(RequestError, match="closed before its end"):
+        closed.result()
+    del forgotten
+    assert llm.generate([CHAT], params)[0].token_ids == alone.token_ids
 
 
 @pytest.mark.parametrize("text", ["naïve café – 你好 🙂", "plain", "🙂" * 5, "a\n\n  b\tc"])
@@ -150,7 +161,21 @@ def test_refused_prompts(llm: LLM, prompt: Any, message: str) -> None:
     [
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"max_tokens": True}, "max_tokens is True"),
-        ({"temperature": 0.7}, "temperature is 0.7: this version decodes greedily"),
+        ({"temperature": -0.1}, "temperature is -0.1, expected a number of at least 0"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_k": -2}, "top_k is -2"),
+        ({"top_p": 0}, "top_p is 0, expected a number above 0, at most 1"),
+        ({"top_p": 1.1}, "top_p is 1.1"),
+        ({"min_p": 1.5}, "min_p is 1.5"),
+        ({"seed": -1}, "seed is -1"),
+        ({"stop": ""}, "stop is '', expected a string or strings, none empty"),
+        ({"stop": ["a", 5]}, "stop is"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens is 5, expected at most max_tokens, which is 4"),
+        ({"repetition_penalty": 0}, "repetition_penalty is 0"),
+        ({"presence_penalty": "a"}, "presence_penalty is 'a'"),
+        ({"logit_bias": {-1: 2.0}}, "logit_bias"),
+        ({"allowed_token_ids": []}, "allowed_token_ids is \\[\\], expected None or at least one token id"),
+        ({"logprobs": 21}, "logprobs is 21, expected None or an integer of 0 to 20"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"stop_token_ids": 5}, "stop_token_ids is 5"),
         ({"max_tokens": -1, "temperature": -1}, r"(?s)max_tokens.*temperature"),
