@@ -7,6 +7,7 @@ ring and no cache. B is 1 throughout. H hidden size, D head dimension, V vocabul
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -146,8 +147,8 @@ class Drafter:
         rows = rmsnorm(np.asarray(taps, np.float64) @ self.tensors["fc.weight"].T, self.tensors["hidden_norm.weight"], self.layers.eps)
         return [self.layers.keys_values(rows, i, positions) for i in range(self.config["num_hidden_layers"])]
 
-    def draft(self, taps: Array, positions: Array, anchor: int, start: int) -> dict[str, Array]:
-        """Draft a block whose anchor is at `start`, seeing context rows `taps` at `positions` and no others."""
+    def draft(self, taps: Array, positions: Array, anchor: int, start: int, chain: Sequence[int] = ()) -> dict[str, Array]:
+        """Draft a block whose anchor is at `start`, seeing context rows `taps` at `positions` and no others; greedily behind `chain`."""
         block, mask = self.config["block_size"], self.config["mask_token_id"]
         rows = start + np.arange(block)
         x = self.tensors["embed_tokens.weight"][[anchor] + [mask] * (block - 1)]
@@ -157,15 +158,15 @@ class Drafter:
             keys, values = np.concatenate([keys, own_keys]), np.concatenate([values, own_values])
             x = self.layers.layer(x, i, rows, keys, values, np.ones((block, len(keys)), bool))
         hidden = rmsnorm(x, self.tensors["norm.weight"], self.layers.eps)
-        return {"hidden": hidden, **self.walk(hidden, anchor)}
+        return {"hidden": hidden, **self.walk(hidden, anchor, chain)}
 
     def windowed(self, taps: Array, total: int, anchor: int, *, window: int, first: int = 0) -> dict[str, Array]:
         """Draft behind `total` committed positions, of which only the newest `window` from `first` on are seen."""
         seen = np.arange(max(first, total - window, 0), total)
         return self.draft(np.asarray(taps)[seen], seen, anchor, total)
 
-    def walk(self, hidden: Array, anchor: int) -> dict[str, Array]:
-        """Return tokens, corrected logits and confidence logits of the block's rows."""
+    def walk(self, hidden: Array, anchor: int, chain: Sequence[int] = ()) -> dict[str, Array]:
+        """Return tokens, corrected logits and confidence logits of the block's rows; `chain` gives the first tokens."""
         t, kind = self.tensors, self.config.get("markov_head_type", "vanilla")
         rank = self.config["markov_rank"]
         tokens, logits, confidence, state = [anchor], [], [], np.zeros(rank)
@@ -189,5 +190,5 @@ class Drafter:
                     float(t["confidence_head.proj.weight"][0] @ features + t.get("confidence_head.proj.bias", np.zeros(1))[0])
                 )
             logits.append(own)
-            tokens.append(int(own.argmax()))
+            tokens.append(int(own.argmax()) if len(tokens) > len(chain) else int(chain[len(tokens) - 1]))
         return {"tokens": np.array(tokens[1:]), "logits": np.array(logits), "confidence_logits": np.array(confidence)}
