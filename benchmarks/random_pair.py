@@ -48,13 +48,14 @@ class Shape:
 
 
 SHAPES = {
+    "pair": Shape(192, 512, 8, 4, 2, 64, True, (1, 4, 6), 2048, drafter_layers=2, rank=64, theta=1e4, positions=16384, mask=2040),
     "0.6b": Shape(1024, 3072, 28, 16, 8, 128, True, (1, 7, 14, 21, 25)),
     "1.7b": Shape(2048, 6144, 28, 16, 8, 128, True, (1, 7, 14, 21, 25)),
     "4b": Shape(2560, 9728, 36, 32, 8, 128, True, (1, 9, 17, 25, 33)),
     "8b": Shape(4096, 12288, 36, 32, 8, 128, False, (1, 9, 17, 25, 33)),
     "14b": Shape(5120, 17408, 40, 40, 8, 128, False, (1, 10, 19, 28, 37)),
 }
-"""Qwen3 shapes; the drafters of 4b, 8b and 14b are the published ones, those of 0.6b and 1.7b follow them."""
+"""Qwen3 shapes, and that of the example pair with a longer limit. The drafters of 4b, 8b and 14b are the published ones, those of 0.6b and 1.7b follow them."""
 
 
 def target_config(shape: Shape) -> dict[str, Any]:

@@ -3,10 +3,10 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dspark.runtime.llm import LLM, RequestOutput
+    from dspark.runtime.llm import LLM, RequestOutput, Stream
     from dspark.runtime.sampling import SamplingParams
 
-__all__ = ["LLM", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "RequestOutput", "SamplingParams", "Stream"]
 
 
 def __getattr__(name: str) -> Any:
