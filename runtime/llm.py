@@ -218,8 +218,7 @@ class Stream:
 
     def __init__(self, decoder: Decoder, request: Request, output: Callable[[Request], RequestOutput]) -> None:
         self._decoder, self._request, self._output = decoder, request, output
-        self._read = 0
-        self._result: RequestOutput | None = None
+        self._read, self._ended = 0, False
         decoder.add(request)
 
     def __iter__(self) -> Iterator[Piece]:
@@ -227,23 +226,23 @@ class Stream:
 
     def __next__(self) -> Piece:
         request = self._request
-        if self._result is not None or request.finish_reason == ABORT:
+        if self._ended or request.finish_reason == ABORT:
             raise StopIteration
         while request.finish_reason is None and self._read == len(request.output):
             self._decoder.step()
         tokens, self._read = request.output[self._read :], len(request.output)
         if tokens:
             return Piece(tokens, "" if request.text is None else request.text.take(final=False))
-        self._result = self._output(request)
-        return Piece([], "" if request.text is None else request.text.take(final=True), self._result)
+        self._ended = True
+        return Piece([], "" if request.text is None else request.text.take(final=True), self._output(request))
 
     def result(self) -> RequestOutput:
         """Decode to the end and return the output. Raises RequestError if the stream was closed before."""
-        for _ in self:
-            pass
-        if self._result is None:
+        while self._request.finish_reason is None:
+            self._decoder.step()
+        if self._request.finish_reason == ABORT:
             raise RequestError("this stream was closed before its end")
-        return self._result
+        return self._output(self._request)
 
     def close(self) -> None:
         """End the request if it goes on, and free its slot."""

@@ -48,8 +48,10 @@ class OutputText:
 
     def __init__(self, stream: _Stream, strings: Sequence[str] = (), *, include: bool = False) -> None:
         self._stream, self._strings, self._include = stream, strings, include
+        self._unread: list[int] = []
         self._taken = 0
         self.text = ""
+        """What the tokens gave so far, those that came since the last `take` left out where no string is looked for."""
         self.matched: str | None = None
         """The stop string that ended the output."""
 
@@ -59,7 +61,7 @@ class OutputText:
         A string that is whole before `unarmed` of these tokens have passed does not count.
         """
         if not self._strings:
-            self.text += self._stream.push(tokens)
+            self._unread += tokens
             return None
         for number, token in enumerate(tokens, 1):
             before = len(self.text)
@@ -70,6 +72,9 @@ class OutputText:
 
     def take(self, *, final: bool) -> str:
         """Return the text that has become certain since the last call; all of it if no more will come."""
+        if self._unread:
+            self.text += self._stream.push(self._unread)
+            self._unread = []
         if final and self.matched is None:
             self.text += self._stream.finish()
         end = len(self.text) if final else len(self.text) - self._undecided()
