@@ -55,7 +55,7 @@ SHAPES = {
     "8b": Shape(4096, 12288, 36, 32, 8, 128, False, (1, 9, 17, 25, 33)),
     "14b": Shape(5120, 17408, 40, 40, 8, 128, False, (1, 10, 19, 28, 37)),
 }
-"""Qwen3 shapes, and that of the example pair with a longer limit. The drafters of 4b, 8b and 14b are the published ones, those of 0.6b and 1.7b follow them."""
+"""Qwen3 shapes (the drafters of 4b, 8b and 14b are the published ones, others follow them); the example pair's with a longer limit."""
 
 
 def target_config(shape: Shape) -> dict[str, Any]:
