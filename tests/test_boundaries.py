@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-HEAVY = {"torch", "onnx", "onnxscript", "onnx_ir", "polygraphy", "safetensors", "ml_dtypes"}
+HEAVY = {"torch", "onnx", "onnxscript", "onnx_ir", "polygraphy", "safetensors", "ml_dtypes", "transformers"}
 BACKENDS = {"onnxruntime", "tensorrt", "tensorrt_rtx", "cuda", "tokenizers", "jinja2"}
 MODULES = sorted(path for folder in ("export", "runtime", "plugins") for path in (ROOT / folder).rglob("*.py"))
 
