@@ -17,13 +17,13 @@ _LARGEST_BELOW_1 = 1 - 2**-24
 
 
 def greedy_choice(logits: Tensor) -> Tensor:
-    """Return the lowest index of the largest entry of `logits [..., V]`.
+    """Return the lowest index of the largest entry of `logits [..., V]`; the last index for a row with NaN, which harms no other row.
 
     Written with max, equality and min, since engines differ in which of equal entries their arg max returns.
     """
     indices = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
     is_largest = logits == logits.amax(-1, keepdim=True)
-    return torch.where(is_largest, indices, logits.shape[-1]).amin(-1).to(torch.int64)
+    return torch.where(is_largest, indices, logits.shape[-1] - 1).amin(-1).to(torch.int64)
 
 
 def one_hot(choice: Tensor, vocabulary: int) -> Tensor:
@@ -60,7 +60,7 @@ def _first_above(weights: Tensor, fraction: Tensor) -> tuple[Tensor, Tensor]:
     sums = torch.where(weights > 0, weights.cumsum(-1), 0.0)
     target = fraction[:, None] * sums.amax(-1, keepdim=True)
     indices = torch.arange(weights.shape[-1], dtype=torch.int32, device=weights.device)
-    first = torch.where(sums > target, indices, weights.shape[-1]).amin(-1, keepdim=True).to(torch.int64)
+    first = torch.where(sums > target, indices, weights.shape[-1] - 1).amin(-1, keepdim=True).to(torch.int64)
     own = weights.gather(-1, first)
     inside = (target - (sums.gather(-1, first) - own)) / own
     return first[:, 0], inside[:, 0].clamp(0.0, _LARGEST_BELOW_1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -46,6 +47,7 @@ class Drafter:
         self.rings = State(engine, "ring", self._manifest.drafter, slots.count, self._manifest.ring_capacity)
         self._total = np.zeros(slots.count, np.int64)
         self._first = np.zeros(slots.count, np.int64)
+        slots.on_admission(self.rings.clear)
         slots.on_admission(self._clear)
         slots.on_move(self._move)
         # Outputs are one set a view, whatever taps a step is bound to: the target binds them in turn, so fresh ones would call for
@@ -112,6 +114,8 @@ class Drafter:
         """
         view, rows, where = self._slots.view(requests), np.asarray(taps), np.asarray(positions)
         valid = np.ones(where.shape, bool) if mask is None else np.asarray(mask, bool)
+        if where.ndim != 2 or not where.shape[1] or len(where) != len(requests):
+            raise RequestError(f"positions have shape {list(where.shape)}, expected [{len(requests)}, M] with M of at least 1")
         if valid.shape != where.shape or (valid[:, 1:] & ~valid[:, :-1]).any():
             raise RequestError(f"mask {valid.tolist()}: expected the shape of positions, and no valid row behind a masked one")
         counts = valid.sum(1)
@@ -197,7 +201,7 @@ class Drafter:
         config, most = self._manifest.drafter, self._manifest.num_speculative_tokens + 1
         if not len(anchors) == len(counts) == len(requests):
             raise RequestError(f"{len(requests)} requests, {len(anchors)} anchors and {len(counts)} counts: expected one each")
-        if any(token != int(token) or not 0 <= token < config.vocab_size for token in anchors):
+        if not all(_is_index(token, config.vocab_size) for token in anchors):
             raise RequestError(f"anchors {list(anchors)}: expected token ids in 0..{config.vocab_size - 1}")
         shape = (0, 0, config.taps_width) if taps is None else _shape(taps)
         rows = shape[1] if len(shape) == 3 else 0
@@ -210,13 +214,13 @@ class Drafter:
                 continue
             if taps is None:
                 raise RequestError(f"request {request!r} committed {count} rows, but no taps are given")
-            if not 1 <= count <= rows:
+            if not _is_index(count, rows + 1) or count == 0:
                 raise RequestError(f"request {request!r} committed {count} rows, expected 1..{rows} (the bonus included)")
             slot = self._slots.slot(request)
             self._check_range(slot, int(self._total[slot]), int(self._total[slot]) + count)
             if isinstance(taps, Rows) and not taps.view.lo <= slot < taps.view.lo + taps.view.size:
                 raise RequestError(f"request {request!r} holds slot {slot}, the taps are of slots {taps.view}")
-        for request, count, position in zip(requests, counts, positions or (), strict=bool(positions)):
+        for request, count, position in zip(requests, counts, () if positions is None else positions, strict=positions is not None):
             if position != self.total(request) + (count or 0):
                 raise RequestError(
                     f"the anchor of request {request!r} is at position {position}, but its context ends at "
@@ -227,7 +231,7 @@ class Drafter:
         width = self._manifest.drafter.taps_width
         if taps.ndim != 3 or taps.shape[2] != width or taps.shape[:2] != positions.shape or taps.shape[1] < 1:
             raise RequestError(f"taps {list(taps.shape)} and positions {list(positions.shape)}: expected [.., M, {width}] and [.., M]")
-        if (np.diff(positions, axis=1) != 1).any() or (positions < 0).any():
+        if positions.dtype.kind not in "iu" or (np.diff(positions, axis=1) != 1).any() or (positions < 0).any():
             raise RequestError(f"positions {positions.tolist()}: expected consecutive absolute positions from 0")
         return taps, positions.astype(np.int64)
 
@@ -284,6 +288,10 @@ class Drafter:
                 source = view.lo + row - taps.view.lo if isinstance(taps, Rows) else i
                 batch[row, :count] = values[source, :count]
         return batch
+
+
+def _is_index(value: Any, size: int) -> bool:
+    return isinstance(value, (int, np.integer)) and 0 <= value < size
 
 
 def _shape(taps: Rows | Array) -> tuple[int, ...]:

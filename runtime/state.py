@@ -168,6 +168,12 @@ class State:
             for tensor in self._tensors.values():
                 tensor.rows(new, 1).write(tensor.rows(old, 1).read())
 
+    def clear(self, slot: int) -> None:
+        """Set the rows of a slot to zero: a hidden row has weight 0 in attention, but 0 times an infinity or NaN would show."""
+        if slot < self.slots:
+            for tensor in self._tensors.values():
+                tensor.rows(slot, 1).write(0)
+
     def tensors(self, view: View) -> dict[str, Tensor]:
         """Return the rows of a slot range by input name."""
         key = view.lo, view.size

@@ -31,8 +31,9 @@ class Verified:
 class Target(Protocol):
     """What decoding needs of a target; `Qwen3Target` is one, `examples/hf_target.py` another.
 
-    A target keeps the committed tokens of each request. Its tensors are made by the engine's `allocate`, rows by slot
-    (`Slots.view`, `Slots.slot`); the same tensors in every call of one shape spare the graphs that read them a new binding.
+    A target keeps the committed tokens of each request. Its tensors are made by the engine's `allocate`, a row for each slot of the call's
+    view (`Slots.view`), which says where the requests are and is new in every call; the same tensors for equal views spare the graphs
+    that read them a new binding.
     """
 
     def prefill(self, request: Hashable, tokens: Sequence[int]) -> Verified:
@@ -47,7 +48,7 @@ class Target(Protocol):
         """Feed `tokens [B,N]` behind each request's committed length, without committing them; M = N.
 
         The view is that of `requests`. Of a request's N rows the first `count` + 1 mean something; what comes out of the others, and of
-        slots of no request, is never read.
+        slots of no request, is never read. What a verification fed and no `commit` followed is forgotten by the next one.
         """
         ...
 
@@ -56,7 +57,7 @@ class Target(Protocol):
         ...
 
     def release(self, request: Hashable) -> None:
-        """Forget a request."""
+        """Forget a request, also one that was never fed."""
         ...
 
 
@@ -69,10 +70,12 @@ class Qwen3Target:
         self.caches = State(engine, "cache", self._manifest.target, slots.count, self._manifest.cache_capacity)
         self._length = np.zeros(slots.count, np.int64)
         self._fed = np.zeros(slots.count, np.int64)
+        slots.on_admission(self.caches.clear)
         slots.on_admission(self._clear)
         slots.on_move(self._move)
         # As in the drafter: one set of outputs a view and width, whatever tokens a step is bound to.
         self._outputs: dict[tuple[View, int], dict[str, Tensor]] = {}
+        self._logits: dict[tuple[View, int], Tensor] = {}
         self._steps: dict[tuple[View, int, int], BoundStep] = {}
         self._prefills: dict[tuple[View, int], BoundStep] = {}
 
@@ -151,10 +154,10 @@ class Qwen3Target:
 
     def _allocate_outputs(self, view: View, n: int, logit_rows: int) -> dict[str, Tensor]:
         config = self._manifest.drafter
-        return {
-            "logits": self._engine.allocate((view.size, logit_rows, config.vocab_size), "float32"),
-            "taps": self._engine.allocate((view.size, n, config.taps_width), MODEL_DTYPE),
-        }
+        if (view, logit_rows) not in self._logits:
+            self._logits[view, logit_rows] = self._engine.allocate((view.size, logit_rows, config.vocab_size), "float32")
+        taps = self._engine.allocate((view.size, n, config.taps_width), MODEL_DTYPE)
+        return {"logits": self._logits[view, logit_rows], "taps": taps}
 
     def _bind(self, view: View, tokens: Tensor, logit_rows: Array, outputs: Mapping[str, Tensor]) -> BoundStep:
         start, rows = self._engine.allocate((view.size,), "int64"), self._engine.allocate(logit_rows.shape, "int64")

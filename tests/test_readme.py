@@ -6,6 +6,7 @@ import argparse
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,14 +53,19 @@ def test_options_in_the_text_exist() -> None:
 
 
 def test_python_example(pair_bundle: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    generate, draft = re.findall(r"```python\n(.*?)```", README, re.S)
+    generate, draft, own_target = re.findall(r"```python\n(.*?)```", README, re.S)
     (tmp_path / "demo-bundle").symlink_to(pair_bundle)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
-    exec(compile(generate, "README.md", "exec"), {})
+    names: dict[str, object] = {}
+    exec(compile(generate, "README.md", "exec"), names)
     assert "The final answer is \\boxed{" in (shown := capsys.readouterr().out)
     assert " stop\n" in shown
     exec(compile(draft, "README.md", "exec"), {})
     assert capsys.readouterr().out.startswith("[[")
+    pytest.importorskip("transformers", reason="the example of a Hugging Face target needs transformers")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    exec(compile(own_target, "README.md", "exec"), names)
 
 
 def test_links_resolve() -> None:

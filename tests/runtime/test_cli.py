@@ -90,6 +90,9 @@ def test_chat_keeps_the_history(pair_bundle: Path, capsys: pytest.CaptureFixture
         (["--prompt", "x", "--num-speculative-tokens", "9"], "serves 1..7"),
         (["--compare"], "--compare needs a prompt"),
         (["--compare", "--no-speculative", "--prompt", "x"], "leave out --no-speculative"),
+        (["--compare", "--temperature", "1", "--prompt", "x"], "leave out --temperature"),
+        (["--prompt", "x", "--top-p", "2"], "top_p is 2.0"),
+        (["--prompt", "x", "--max-num-seqs", "0"], "max_num_seqs is 0"),
     ],
 )
 def test_refusals(pair_bundle: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,6 +170,38 @@ def test_interrupt_leaves_a_clean_terminal(pair_bundle: Path) -> None:
     assert first + out
     assert "Traceback" not in err
     assert err.endswith("\n")
+
+
+def test_interrupt_while_prompts_are_fed(pair_bundle: Path, tmp_path: Path) -> None:
+    """Case I1: hundreds of long prompts; the results that were ready stay, whole lines."""
+    (tmp_path / "p.jsonl").write_text(f'{{"ids": {[5] * 1000}}}\n' * 400)
+    command = [sys.executable, "-m", "dspark.runtime.cli", "run", str(pair_bundle), "--prompt-file", str(tmp_path / "p.jsonl")]
+    process = subprocess.Popen([*command, "--json", "--max-tokens", "2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    first = process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=5)
+    assert process.returncode == 130
+    lines = (first + out).splitlines()
+    assert 1 <= len(lines) < 400
+    assert all(len(json.loads(line)["token_ids"]) == 2 for line in lines)
+    assert "Traceback" not in err
+
+
+def test_prompts_of_a_file_run_together(pair_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the order of the file, each as it is alone; sampled ones too under a seed."""
+    (tmp_path / "p.jsonl").write_text("".join(f'{{"ids": {list(range(5, 9 + 3 * i))}}}\n' for i in range(6)))
+    options = ["--json", "--max-tokens", "20", "--temperature", "0.9", "--top-k", "30", "--top-p", "0.95", "--min-p", "0.01", "--seed", "4"]
+    assert main(["run", str(pair_bundle), "--prompt-file", str(tmp_path / "p.jsonl"), *options, "--max-num-seqs", "3"]) == 0
+    together = [json.loads(line)["token_ids"] for line in capsys.readouterr().out.splitlines()]
+    for i, tokens in enumerate(together):
+        ids = ",".join(str(token) for token in range(5, 9 + 3 * i))
+        assert main(["run", str(pair_bundle), "--prompt-ids", ids, *options]) == 0
+        assert json.loads(capsys.readouterr().out)["token_ids"] == tokens
+    assert main(["run", str(pair_bundle), "--prompt", QUESTION, "--stop", "nowhere", "--stop", "age", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["stop_reason"] == "age"
+    assert result["text"].endswith('"Josh",\n  "')
 
 
 def test_interrupt_at_the_chat_prompt(pair_bundle: Path) -> None:

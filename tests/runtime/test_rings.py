@@ -292,3 +292,66 @@ def test_slots_run_out(parts: Parts) -> None:
         parts.slots.admit(2)
     parts.slots.release(1)
     assert parts.slots.admit("one more") == 1
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])
+def test_numbers_that_are_none_stay_with_their_request(small_bundle: Path, bad: float) -> None:
+    """A request whose taps overflow harms neither its neighbours nor the next user of its slot, whose drafts are those of a fresh one."""
+    taps = np.random.default_rng(0).standard_normal((40, 3 * 64)).astype(np.float32)
+
+    def drafts(parts: Parts, *names: str) -> list[np.ndarray]:
+        drafted = parts.drafter.propose(names, [3] * len(names))
+        return [drafted.debug["draft_logits"].read()[row].copy() for row in drafted.view.rows]
+
+    parts, fresh = open_parts(small_bundle), open_parts(small_bundle)
+    for name in "xr":
+        parts.slots.admit(name)
+    fresh.slots.admit("r")
+    for own in (parts, fresh):
+        own.drafter.write_context("r", taps, np.arange(40))
+    parts.drafter.write_context("x", np.full_like(taps, bad), np.arange(40))
+    np.testing.assert_allclose(drafts(parts, "x", "r")[1], drafts(fresh, "r")[0], atol=1e-5)
+    parts.target.prefill("x", [1, 2, 3])
+    for cache in parts.target.caches.tensors(parts.slots.view(["x"])).values():
+        cache.write(bad)
+    parts.drafter.release("x")
+    parts.slots.release("x")
+    for own in (parts, fresh):
+        own.slots.admit("next")
+        own.drafter.write_context("next", taps[:5], np.arange(5))
+    for names in (("next",), ("next", "r")):
+        np.testing.assert_allclose(drafts(parts, *names), drafts(fresh, *names), atol=1e-5)
+    logits = [own.target.prefill("next", [5, 6]).logits.tensor.read() for own in (parts, fresh)]
+    np.testing.assert_array_equal(*logits)
+
+
+@pytest.mark.parametrize(
+    ("taps", "positions", "message"),
+    [
+        ((3, 192), [5, 6, 7], r"positions have shape \[3\], expected \[1, M\]"),
+        ((1, 0, 192), [[]], r"positions have shape \[1, 0\]"),
+        ((1, 2, 192), [[5.0, 6.0]], "expected consecutive absolute positions"),
+        ((2, 2, 192), [[5, 6], [5, 6]], r"positions have shape \[2, 2\], expected \[1, M\]"),
+    ],
+)
+def test_shapes_of_a_batched_write(small_bundle: Path, taps: tuple[int, ...], positions: list[object], message: str) -> None:
+    parts = open_parts(small_bundle)
+    parts.slots.admit("r")
+    with pytest.raises(RequestError, match=message):
+        parts.drafter.write_context_batched(["r"], np.zeros(taps, np.float32), positions)
+    assert parts.drafter.total("r") == 0
+
+
+def test_numbers_of_a_draft(small_bundle: Path) -> None:
+    """Counts, anchors and positions of any sequence type; what is no number is refused by name, also as an array."""
+    parts, taps = open_parts(small_bundle), np.zeros((2, 3, 192), np.float32)
+    for name in "ab":
+        parts.slots.admit(name)
+    for options in ({"counts": [1.5, 1]}, {"counts": ["1", 1]}, {"positions": np.array([2, 1])}, {"positions": np.array([0, 0])}):
+        with pytest.raises(RequestError, match=r"committed|is at position"):
+            parts.drafter.propose("ab", [1, 2], taps, **{"counts": [1, 1], **options})
+    for anchor in ("q", None, float("nan"), 2.0, -1):
+        with pytest.raises(RequestError, match="anchors"):
+            parts.drafter.propose("ab", [1, anchor], taps, [1, 1])
+    parts.drafter.propose("ab", np.array([1, 2]), taps, np.array([1, 2]), np.array([1, 2]))
+    assert [parts.drafter.total(name) for name in "ab"] == [1, 2]
