@@ -112,18 +112,9 @@ class Drafter:
         `taps [requests,M,m*H]`, `positions [requests,M]` consecutive where valid, `mask [requests,M]` true then false in each row;
         masked entries may hold anything and leave the visible rows unchanged. Raises RequestError before any write.
         """
-        view, rows, where = self._slots.view(requests), np.asarray(taps), np.asarray(positions)
-        valid = np.ones(where.shape, bool) if mask is None else np.asarray(mask, bool)
-        if where.ndim != 2 or not where.shape[1] or len(where) != len(requests):
-            raise RequestError(f"positions have shape {list(where.shape)}, expected [{len(requests)}, M] with M of at least 1")
-        if valid.shape != where.shape or (valid[:, 1:] & ~valid[:, :-1]).any():
-            raise RequestError(f"mask {valid.tolist()}: expected the shape of positions, and no valid row behind a masked one")
-        counts = valid.sum(1)
-        begins = np.where(counts > 0, where[:, 0], 0)
-        where = np.where(valid, where, begins[:, None] + np.arange(where.shape[1]))
-        rows, where = self._checked_rows(rows, where)
-        if len(rows) != len(requests):
-            raise RequestError(f"taps of {len(rows)} rows for {len(requests)} requests")
+        view = self._slots.view(requests)
+        where, counts = _unmasked(np.asarray(positions), mask, len(requests))
+        rows, where = self._checked_rows(np.asarray(taps), where)
         slots = [self._slots.slot(request) for request in requests]
         for slot, begin, count in zip(slots, where[:, 0], counts, strict=True):
             if count:
@@ -290,8 +281,20 @@ class Drafter:
         return batch
 
 
+def _unmasked(positions: Array, mask: ArrayLike | None, requests: int) -> tuple[Array, Array]:
+    """Return positions that go on where entries are masked, and the valid ones of each request."""
+    valid = np.ones(positions.shape, bool) if mask is None else np.asarray(mask, bool)
+    if positions.ndim != 2 or not positions.shape[1] or len(positions) != requests:
+        raise RequestError(f"positions have shape {list(positions.shape)}, expected [{requests}, M] with M of at least 1")
+    if valid.shape != positions.shape or (valid[:, 1:] & ~valid[:, :-1]).any():
+        raise RequestError(f"mask {valid.tolist()}: expected the shape of positions, and no valid row behind a masked one")
+    counts = valid.sum(1)
+    begins = np.where(counts > 0, positions[:, 0], 0)
+    return np.where(valid, positions, begins[:, None] + np.arange(positions.shape[1])), counts
+
+
 def _is_index(value: Any, size: int) -> bool:
-    return isinstance(value, (int, np.integer)) and 0 <= value < size
+    return isinstance(value, (int, np.integer)) and 0 <= int(value) < size
 
 
 def _shape(taps: Rows | Array) -> tuple[int, ...]:

@@ -173,6 +173,27 @@ def test_moving_takes_the_state_along(small_bundle: Path) -> None:
             np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
+def test_moving_takes_the_hole_along(small_bundle: Path) -> None:
+    parts, rng = open_parts(small_bundle), np.random.default_rng(0)
+    for name in "abc":
+        parts.slots.admit(name)
+        parts.drafter.write_context(name, rng.standard_normal((6, 192)).astype(np.float32), np.arange(3, 9))
+    before = parts.drafter.propose("c", [5]).debug["draft_logits"].read()[0].copy()
+    parts.drafter.release("a")
+    parts.slots.release("a")
+    assert parts.slots.straggler() is None, "a range of two becomes no smaller"
+    parts.slots.admit("d")
+    parts.slots.admit("e")
+    for name in "db":
+        parts.slots.release(name)
+    parts.slots.release("e")
+    parts.slots.admit("f")
+    assert parts.slots.straggler() == "c"
+    parts.slots.move_down("c")
+    assert parts.slots.slot("c") == 1
+    np.testing.assert_allclose(parts.drafter.propose("c", [5]).debug["draft_logits"].read()[0], before, atol=1e-6)
+
+
 def test_state_grows_with_the_slots_in_use(small_bundle: Path) -> None:
     llm, own = LLM(small_bundle), prompts(4, 9)
     llm.generate(own[:1], SamplingParams(max_tokens=4))
