@@ -198,3 +198,16 @@ def test_stop_strings_need_a_tokenizer(export: Export) -> None:
     llm = LLM(export(GOLDEN / "vanilla", ctx_window="full", debug_outputs=True))
     with pytest.raises(RequestError, match="no tokenizer: use stop_token_ids"):
         llm.generate([[1, 2]], SamplingParams(stop="x"))
+
+
+def test_the_string_that_ends_first_among_those_of_one_token() -> None:
+    class Words:
+        def push(self, tokens: Sequence[int]) -> str:
+            return "".join(["a", "bcd"][t] for t in tokens)
+
+        def finish(self) -> str:
+            return ""
+
+    output = OutputText(Words(), ["cd", "abcd", "bc"])
+    assert output.push([0, 1]) == 2
+    assert (output.matched, output.text, output.take(final=True)) == ("bc", "a", "a")
