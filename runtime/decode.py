@@ -16,7 +16,7 @@ import numpy as np
 from dspark.runtime.accept import Acceptance, Chosen
 from dspark.runtime.drafter import Drafter, Proposals
 from dspark.runtime.engine import Array, Engine, Tensor
-from dspark.runtime.errors import RequestError
+from dspark.runtime.errors import DSparkError, RequestError
 from dspark.runtime.request import Choice, Request
 from dspark.runtime.sampling import Draws
 from dspark.runtime.schedule import Round, Scheduler
@@ -42,6 +42,7 @@ class Decoder:
         self._verified: Verified | None = None
         self._pending: dict[Hashable, Request] = {}
         self._narrow: dict[tuple[View, int], Tensor] = {}
+        self._abandoned: list[Request] = []
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError if its prompt leaves no room for a token."""
@@ -54,8 +55,17 @@ class Decoder:
             request.finish_reason = ABORT
             self._end(request)
 
+    def abandon(self, request: Request) -> None:
+        """Cancel a request with the next step: this may be called at any time, by the garbage collector in the middle of one."""
+        self._abandoned.append(request)
+
     def step(self) -> list[tuple[Request, list[int]]]:
-        """Run one round, then feed prompts; return the tokens that requests emitted. Requests that end free their slots."""
+        """Run one round, then feed prompts; return the tokens that requests emitted. Requests that end free their slots.
+
+        An error or an interruption ends the requests that it hit, and no others.
+        """
+        while self._abandoned:
+            self.cancel(self._abandoned.pop())
         for request in self._scheduler.admit(self._slots.free):
             self._slots.admit(request.id)
         emitted: list[tuple[Request, list[int]]] = []
@@ -63,14 +73,14 @@ class Decoder:
         if plan is not None:
             self._close_gap()
             began, engine = time.perf_counter(), self._engine.run_seconds
-            emitted += zip(plan.requests, self.round(plan.requests, plan.width, plan.counts), strict=True)
+            with self._ending(plan.requests):
+                emitted += zip(plan.requests, self.round(plan.requests, plan.width, plan.counts), strict=True)
             for request in plan.requests:
                 request.stats.decode_seconds += time.perf_counter() - began
                 request.stats.engine_seconds += self._engine.run_seconds - engine
-        emitted += [(request, self.prefill(request, end)) for request, end in self._scheduler.prefills()]
-        for request, _ in emitted:
-            if request.finish_reason is not None:
-                self._end(request)
+        for request, end in self._scheduler.prefills():
+            with self._ending([request]):
+                emitted.append((request, self.prefill(request, end)))
         return [(request, tokens) for request, tokens in emitted if tokens]
 
     def admit(self, request: Request) -> None:
@@ -257,6 +267,20 @@ class Decoder:
                 f"the prompt has {len(request.prompt)} tokens, max_seq_len is {self._max_seq_len} with at least one for the output"
             )
         request.rule = replace(request.rule, max_tokens=min(request.rule.max_tokens, room))
+
+    @contextmanager
+    def _ending(self, requests: Sequence[Request]) -> Iterator[None]:
+        """End those of the requests that have come to their end; all of them if an error left them half way."""
+        try:
+            yield
+        except (DSparkError, KeyboardInterrupt):
+            for request in requests:
+                request.finish_reason = request.finish_reason or ABORT
+            raise
+        finally:
+            for request in requests:
+                if request.finish_reason is not None:
+                    self._end(request)
 
     def _end(self, request: Request) -> None:
         holds_slot = request in self._scheduler.running

@@ -241,7 +241,7 @@ class Stream:
         while self._request.finish_reason is None:
             self._decoder.step()
         if self._request.finish_reason == ABORT:
-            raise RequestError("this stream was closed before its end")
+            raise RequestError("this stream was closed before its end, by its user or by an error in the engine")
         return self._output(self._request)
 
     def close(self) -> None:
@@ -250,7 +250,7 @@ class Stream:
 
     def __del__(self) -> None:
         if hasattr(self, "_request"):
-            self.close()
+            self._decoder.abandon(self._request)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:

@@ -432,3 +432,60 @@ def test_four_thousand_tokens(export: Export, tmp_path: Path) -> None:
     assert {n for n in near for anchor, _ in seen if 0 <= anchor - n < 10} == set(near)
     for anchor, logits in seen:
         np.testing.assert_allclose(logits, own.windowed(taps[:anchor], anchor, tokens[anchor], window=WINDOW)["logits"], atol=1e-4)
+
+
+def test_an_error_ends_the_requests_it_hits(small_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that fails, then a round that fails: their requests end, slots are free again, and the others go on as if nothing was."""
+    parts, own = open_parts(small_bundle), prompts(3, 17)
+    decoder, requests = parts.decoder(), [request(prompt, 40, name=i) for i, prompt in enumerate(own)]
+    for one in requests[:2]:
+        decoder.add(one)
+    for _ in range(3):
+        decoder.step()
+    decoder.add(requests[2])
+    prefill, verify = parts.target.prefill, parts.target.verify
+
+    def failing(*_: object) -> None:
+        raise LimitError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(parts.target, "prefill", failing)
+        with pytest.raises(LimitError):
+            decoder.step()
+    assert [one.finish_reason for one in requests] == [None, None, "abort"]
+    assert parts.slots.free == 2
+    again = request(own[2], 40, name="again")
+    decoder.add(again)
+    while any(one.finish_reason is None for one in (*requests, again)):
+        decoder.step()
+    for one in (*requests[:2], again):
+        assert one.output == plain(small_bundle, list(one.prompt), 40)
+    assert (parts.target.prefill, parts.target.verify) == (prefill, verify)
+    last = request(own[0], 40, name="last")
+    decoder.add(last)
+    while not last.is_prefilled:
+        decoder.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(parts.target, "verify", failing)
+        with pytest.raises(LimitError):
+            decoder.step()
+    assert (last.finish_reason, parts.slots.free) == ("abort", 4)
+
+
+def test_a_stream_forgotten_in_the_middle_of_a_step(pair_bundle: Path) -> None:
+    """The collector may drop a stream while a step runs: it ends with the next one."""
+    llm = LLM(pair_bundle, max_num_seqs=2)
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    kept, dropped = llm.stream([1, 2, 3], params), [llm.stream([4, 5, 6], params)]
+    next(kept)
+    verify = llm._decoder._target.verify
+
+    def dropping(*arguments: Any) -> Verified:
+        dropped.clear()
+        return verify(*arguments)
+
+    llm._decoder._target.verify = dropping
+    output = kept.result()
+    assert llm._decoder._slots.free == 2
+    llm._decoder._target.verify = verify
+    assert output.token_ids == llm.generate([[1, 2, 3]], params)[0].token_ids
