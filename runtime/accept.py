@@ -14,9 +14,7 @@ import numpy as np
 from dspark.runtime.engine import Array, Engine, Step, Tensor
 from dspark.runtime.graphs import ACCEPT, ACCEPT_SAMPLED, LOGPROBS, TRUNCATE
 from dspark.runtime.sampling import Draws
-from dspark.runtime.state import Rows
-
-_MOST_BINDINGS = 64
+from dspark.runtime.state import MOST_BINDINGS, Rows
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ class Acceptance:
         """Run a graph on tensors that others own; the rest are its own, `values` written to them first."""
         key: tuple[str | int, ...] = (graph, *(id(tensor) for tensor in shared.values()))
         if key not in self._steps:
-            if len(self._steps) >= _MOST_BINDINGS:
+            if len(self._steps) >= MOST_BINDINGS:
                 self._steps.clear()
             batch, rows = shared["logits"].shape[:2]
             sizes, signature, tensors = {"B": batch, "M": rows}, self._engine.signatures[graph], dict(shared)

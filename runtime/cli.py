@@ -19,9 +19,10 @@ from dspark.runtime.bundle import Bundle, full_hash_faults, load_bundle, referen
 from dspark.runtime.errors import DSparkError, RequestError
 
 if TYPE_CHECKING:
-    from dspark.runtime.llm import LLM, Prompt, RequestOutput, Stream
+    from dspark.runtime.llm import LLM, Prompt
     from dspark.runtime.sampling import SamplingParams
     from dspark.runtime.stats import Stats
+    from dspark.runtime.stream import RequestOutput, Stream
 
 
 def main(argv: list[str] | None = None) -> int:

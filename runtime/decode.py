@@ -6,8 +6,9 @@ plain and speculative decoding choose tokens by one definition. B rows of the bo
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -16,16 +17,14 @@ import numpy as np
 from dspark.runtime.accept import Acceptance, Chosen
 from dspark.runtime.drafter import Drafter, Proposals
 from dspark.runtime.engine import Array, Engine, Tensor
-from dspark.runtime.errors import DSparkError, RequestError
-from dspark.runtime.request import Choice, Request
+from dspark.runtime.errors import RequestError
+from dspark.runtime.pending import PendingRows
+from dspark.runtime.request import Choice, Request, room
 from dspark.runtime.sampling import Draws
 from dspark.runtime.schedule import Round, Scheduler
 from dspark.runtime.state import Rows, Slots, View
 from dspark.runtime.stop import ABORT
 from dspark.runtime.target import Target, Verified
-
-MOST_WAITING = 64
-"""Committed rows that wait for the drafter, while a request does not draft, before they are written in one call."""
 
 
 class Decoder:
@@ -39,10 +38,11 @@ class Decoder:
         self._chunk = engine.manifest.limits.max_chunk
         self._accept = Acceptance(engine)
         self._scheduler = Scheduler(self._chunk)
-        self._verified: Verified | None = None
-        self._pending: dict[Hashable, Request] = {}
+        self._pending = PendingRows(slots, drafter)
         self._narrow: dict[tuple[View, int], Tensor] = {}
         self._abandoned: list[Request] = []
+        self.lock = threading.RLock()
+        """To be held by whoever calls from several threads."""
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError if its prompt leaves no room for a token."""
@@ -62,7 +62,7 @@ class Decoder:
     def step(self) -> list[tuple[Request, list[int]]]:
         """Run one round, then feed prompts; return the tokens that requests emitted. Requests that end free their slots.
 
-        An error or an interruption ends the requests that it hit, and no others.
+        An error ends the requests that it hit, as their `error`, and no others; an interruption ends them and goes on to the caller.
         """
         while self._abandoned:
             self.cancel(self._abandoned.pop())
@@ -90,7 +90,7 @@ class Decoder:
 
     def release(self, request: Request) -> None:
         """Free the request's slot; its next user sees nothing of it."""
-        self._pending.pop(request.id, None)
+        self._pending.forget(request.id)
         self._target.release(request.id)
         self._drafter.release(request.id)
         self._slots.release(request.id)
@@ -104,8 +104,9 @@ class Decoder:
                 chunk = request.prompt[request.fed : min(end, request.fed + self._chunk)]
                 verified = self._target.prefill(request.id, chunk)
                 request.fed += len(chunk)
-                if request.speculative:
-                    self._write_context(request, verified.taps.tensor.read()[0], request.fed)
+                taps = verified.taps.tensor.read()[0]
+                if request.speculative and len(taps):
+                    self._drafter.write_context(request.id, taps, np.arange(request.fed - len(taps), request.fed))
             if request.fed < length:
                 return []
             if request.speculative and self._drafter.total(request.id) < length:
@@ -122,22 +123,25 @@ class Decoder:
         """
         plan = self._plan(requests, width, counts)
         ids, view, proposals = [r.id for r in requests], self._slots.view([r.id for r in requests]), None
-        drafting = [r for r in requests if r.speculative and plan.width > 1]
-        self._settle(drafting)
+        drafting = [r.id for r in requests if r.speculative and plan.width > 1]
+        self._pending.settle(drafting)
         draws = self._draws(plan, view)
         if drafting:
             with _timed(requests, "draft"):
-                taps = self._verified.taps if self._verified is not None and self._pending else None
-                proposals = self._drafter.propose(ids, [r.anchor for r in requests], taps, [r.committed for r in requests], draws=draws)
+                anchors, pending = [r.anchor for r in requests], self._pending.counts(ids)
+                proposals = self._drafter.propose(ids, anchors, self._pending.taps, pending, draws=draws)
         with _timed(requests, "verify"):
             tokens = self._verify_tokens(requests, view, plan.width, proposals)
-            self._verified = self._target.verify(ids, Rows(view, tokens), plan.counts)
+            verified = self._target.verify(ids, Rows(view, tokens), plan.counts)
+            self._pending.verified(verified.taps)
         with _timed(requests, "accept"):
-            choices = self._choose(plan, self._verified, proposals, draws)
+            choices = self._choose(plan, verified, proposals, draws)
         return [self._commit(*parts) for parts in zip(requests, plan.counts, choices, strict=True)]
 
     def _plan(self, requests: Sequence[Request], width: int | None, counts: Sequence[int] | None) -> Round:
         """Return the round as asked for, or as wide as the requests can use."""
+        if not requests or not all(request.is_prefilled and request.finish_reason is None for request in requests):
+            raise RequestError("a round is of at least one request, each with its prompt fed and not at its end")
         usual = Round.of(requests, self._k)
         most = usual.counts if width is None else [min(count, width - 1) for count in usual.counts]
         chosen = most if counts is None else list(counts)
@@ -218,65 +222,35 @@ class Decoder:
         rows = len(choice.tokens)
         self._target.commit(request.id, rows)
         kept = request.emit(choice)
-        self._pending.pop(request.id, None)
         if request.speculative and request.finish_reason is None:
-            request.committed = rows
-            self._pending[request.id] = request
+            self._pending.committed(request.id, rows, request.position)
         request.stats.accepted_per_round.append(len(kept))
         request.stats.accepted.append(rows - 1)
         request.stats.proposed.append(count)
         return kept
 
-    def _settle(self, drafting: Sequence[Request]) -> None:
-        """Keep the taps of requests that do not draft in this round, as the next verification takes their place; write what waited."""
-        for request in [r for r in self._pending.values() if r not in drafting]:
-            self._keep_taps(request)
-        for request in drafting:
-            self._write_waiting(request)
-
-    def _keep_taps(self, request: Request) -> None:
-        assert self._verified is not None and request.committed is not None
-        row = self._slots.slot(request.id) - self._verified.taps.view.lo
-        request.waiting.append(self._verified.taps.tensor.read()[row, : request.committed].copy())
-        request.committed = None
-        del self._pending[request.id]
-        if sum(map(len, request.waiting)) >= MOST_WAITING:
-            self._write_waiting(request)
-
-    def _write_waiting(self, request: Request) -> None:
-        if request.waiting:
-            self._write_context(request, np.concatenate(request.waiting), request.position - (request.committed or 0))
-            request.waiting.clear()
-
-    def _write_context(self, request: Request, taps: Array, stop: int) -> None:
-        if len(taps):
-            self._drafter.write_context(request.id, taps, np.arange(stop - len(taps), stop))
-
     def _close_gap(self) -> None:
         """Move the request in the highest slot down where that makes the slot ranges of calls smaller."""
         straggler = self._slots.straggler()
         if straggler is not None:
-            if straggler in self._pending:
-                self._keep_taps(self._pending[straggler])
+            self._pending.keep(straggler)
             self._slots.move_down(straggler)
 
     def _limit(self, request: Request) -> None:
-        room = self._max_seq_len - len(request.prompt)
-        if not request.prompt or room < 1:
-            raise RequestError(
-                f"the prompt has {len(request.prompt)} tokens, max_seq_len is {self._max_seq_len} with at least one for the output"
-            )
-        request.rule = replace(request.rule, max_tokens=min(request.rule.max_tokens, room))
+        most = room(len(request.prompt), self._max_seq_len)
+        request.rule = replace(request.rule, max_tokens=min(request.rule.max_tokens, most))
 
     @contextmanager
     def _ending(self, requests: Sequence[Request]) -> Iterator[None]:
         """End those of the requests that have come to their end; all of them if an error left them half way."""
         try:
             yield
-        except (DSparkError, KeyboardInterrupt):
+        except BaseException as error:  # a target of the user's own may raise anything
             for request in requests:
                 request.finish_reason = request.finish_reason or ABORT
-            raise
+                request.error = request.error or error
+            if not isinstance(error, Exception):
+                raise
         finally:
             for request in requests:
                 if request.finish_reason is not None:

@@ -18,7 +18,7 @@ from dspark.runtime.engine import Array, Engine, Tensor
 from dspark.runtime.errors import LimitError, RequestError
 from dspark.runtime.graphs import CONTEXT, DRAFT, DRAFT_SAMPLED, MODEL_DTYPE, TensorSpec
 from dspark.runtime.sampling import Draws
-from dspark.runtime.state import BoundStep, Rows, Slots, State, View
+from dspark.runtime.state import MOST_BINDINGS, BoundStep, Rows, Slots, State, View
 
 
 @dataclass(frozen=True)
@@ -249,6 +249,8 @@ class Drafter:
         """Return the step of a slot range for n new rows, bound to `taps` if given, else to a tensor of its own."""
         key = graph, view, n, id(taps)
         if key not in self._drafts:
+            if len(self._drafts) >= MOST_BINDINGS:  # a target that makes new taps each time
+                self._drafts.clear()
             outputs = self._draft_outputs(graph, view)
             tensors = {"taps": taps, **outputs} if taps is not None else outputs
             for spec in self._engine.signatures[graph].inputs:

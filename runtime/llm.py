@@ -6,8 +6,8 @@ Knows prompts, text and parameters. The decoding is runtime.decode.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,40 +21,15 @@ from dspark.runtime.errors import LimitError, RequestError
 from dspark.runtime.graphs import ACCEPT, CONTEXT, DRAFT, TARGET
 from dspark.runtime.onnxruntime import OnnxRuntimeEngine
 from dspark.runtime.processors import LogitsProcessor
-from dspark.runtime.request import Request
+from dspark.runtime.request import Request, room
 from dspark.runtime.sampling import SamplingParams
 from dspark.runtime.state import Slots
-from dspark.runtime.stats import Stats
-from dspark.runtime.stop import ABORT, STOP, OutputText, StopRule
+from dspark.runtime.stop import STOP, OutputText, StopRule
+from dspark.runtime.stream import RequestOutput, Stream
 from dspark.runtime.target import Qwen3Target, Target
 from dspark.runtime.tokenizer import Message, end_tokens, load_tokenizer
 
 Prompt = str | Sequence[int] | Sequence[Message]
-
-
-@dataclass(frozen=True)
-class RequestOutput:
-    """What one prompt gave. `text` is None for a bundle without a tokenizer; it ends before a stop string."""
-
-    prompt_token_ids: list[int]
-    token_ids: list[int]
-    text: str | None
-    finish_reason: str
-    """`stop` or `length`."""
-    stop_reason: int | str | None
-    """The stop string or the stop token id of the parameters that ended the output."""
-    logprobs: list[dict[int, float]] | None
-    """For each token, log-probabilities by token id, its own first; None unless asked for."""
-    stats: Stats
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Newly committed tokens of a stream, the text they complete, and at the end the whole output."""
-
-    token_ids: list[int]
-    text: str
-    output: RequestOutput | None = None
 
 
 class LLM:
@@ -100,7 +75,7 @@ class LLM:
             max_seq_len=self._max_seq_len,
         )
         self._speculative = speculative
-        self._requests = 0
+        self._ids = count()
 
     def generate(
         self,
@@ -132,9 +107,10 @@ class LLM:
     ) -> Stream:
         """Generate from one prompt and iterate over pieces as tokens are committed; the last piece holds the output.
 
-        Streams share the engine: whichever is read moves all of them on. One that is closed, or forgotten, frees its place.
+        Streams share the engine: whichever is read moves all of them on. One that is closed frees its place at once, one that is
+        forgotten with the next step.
         """
-        (stream,) = self.streams([prompt], sampling_params, speculative=speculative, chat_template_kwargs=chat_template_kwargs)
+        (stream,) = self._streams([prompt], [_or_default(sampling_params)], speculative, chat_template_kwargs)
         return stream
 
     def streams(
@@ -147,19 +123,32 @@ class LLM:
     ) -> list[Stream]:
         """Return a stream for each prompt, all checked first; they are decoded together. Raises RequestError."""
         items = _as_list(prompts)
-        params = [sampling_params or SamplingParams()] * len(items) if not isinstance(sampling_params, Sequence) else list(sampling_params)
+        params = list(sampling_params) if isinstance(sampling_params, Sequence) else [_or_default(sampling_params)] * len(items)
         if len(params) != len(items):
             raise RequestError(f"{len(params)} sampling parameters for {len(items)} prompts: expected one for all, or one for each")
+        return self._streams(items, params, speculative, chat_template_kwargs)
+
+    def _streams(
+        self,
+        prompts: Sequence[Any],
+        params: Sequence[SamplingParams],
+        speculative: bool | None,
+        chat_template_kwargs: Mapping[str, Any] | None,
+    ) -> list[Stream]:
         use = self._speculative if speculative is None else speculative
-        requests = [self._request(*pair, use, chat_template_kwargs) for pair in zip(items, params, strict=True)]
+        requests = [self._request(*pair, use, chat_template_kwargs) for pair in zip(prompts, params, strict=True)]
         return [Stream(self._decoder, request, self._output) for request in requests]
 
     def encode(self, prompt: Prompt, chat_template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
         """Return the token ids of a prompt. Raises RequestError if it is empty, too long, or holds an id without an embedding row."""
         if isinstance(prompt, str):
             text = prompt
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise RequestError(f"the prompt is no valid text: {error}") from None
             tokens = self._tokenize(lambda t: t.encode(text))
-        elif not isinstance(prompt, (Sequence, np.ndarray)):
+        elif isinstance(prompt, bytes) or not isinstance(prompt, (Sequence, np.ndarray)):
             raise RequestError(f"prompt {prompt!r:.80}: expected text, token ids, or chat messages")
         elif len(prompt) and all(isinstance(item, Mapping) for item in prompt):
             messages: Any = prompt
@@ -170,10 +159,7 @@ class LLM:
         outside = [token for token in tokens if not 0 <= token < rows]
         if outside:
             raise RequestError(f"token ids {outside[:5]} are outside the vocabulary's 0..{rows - 1}")
-        if not tokens:
-            raise RequestError("the prompt is empty: expected at least one token")
-        if len(tokens) >= self._max_seq_len:
-            raise RequestError(f"the prompt has {len(tokens)} tokens, max_seq_len is {self._max_seq_len} with at least one for the output")
+        room(len(tokens), self._max_seq_len)
         return tokens
 
     def _tokenize(self, use: Any) -> list[int]:
@@ -185,6 +171,8 @@ class LLM:
     def _request(
         self, prompt: Prompt, params: SamplingParams, speculative: bool, chat_template_kwargs: Mapping[str, Any] | None
     ) -> Request:
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling parameters {params!r:.80}: expected SamplingParams")
         tokens, rows = self.encode(prompt, chat_template_kwargs), self.manifest.target.vocab_size
         outside = sorted(token for token in params.token_ids() if token >= rows)
         if outside:
@@ -192,71 +180,39 @@ class LLM:
         if params.stop_strings and self.tokenizer is None:
             raise RequestError("this bundle has no tokenizer: use stop_token_ids instead of stop strings")
         own = () if params.ignore_eos else self.end_token_ids
-        rule = StopRule(frozenset(int(i) for i in (*own, *params.stop_token_ids)), params.max_tokens, params.min_tokens)
+        longest = self._max_seq_len if params.max_tokens is None else params.max_tokens
+        rule = StopRule(frozenset(int(i) for i in (*own, *(params.stop_token_ids or ()))), longest, params.min_tokens)
+        if params.min_tokens and params.allowed_token_ids is not None and rule.stop_ids.issuperset(params.allowed_token_ids):
+            raise RequestError("allowed_token_ids are all stop tokens, which min_tokens forbids: allow another token")
         text = None
         if self.tokenizer is not None:
             text = OutputText(self.tokenizer.stream(), params.stop_strings, include=params.include_stop_str_in_output)
         seed = secrets.randbits(64) if params.seed is None else int(params.seed)
-        self._requests += 1
         processor = LogitsProcessor(params, tokens, rule.stop_ids, rows)
-        return Request(self._requests, tokens, rule, params, seed, speculative, processor, text)
+        return Request(next(self._ids), tokens, rule, params, seed, speculative, processor, text)
 
     def _output(self, request: Request) -> RequestOutput:
-        params, text = request.params, None
+        params, text, output = request.params, None, list(request.output)
         matched = None if request.text is None else request.text.matched
         if request.text is not None and self.tokenizer is not None:
-            text = request.text.text if matched is not None else self.tokenizer.decode(request.output)
+            text = request.text.text if matched is not None else self.tokenizer.decode(request.shown(output))
         assert request.finish_reason is not None
-        by_token = request.output[-1] if request.finish_reason == STOP and request.output[-1] in params.stop_token_ids else None
+        by_token = output[-1] if request.finish_reason == STOP and output[-1] in (params.stop_token_ids or ()) else None
         logprobs = None if params.logprobs is None else request.logprobs
         reason = by_token if matched is None else matched
-        return RequestOutput(list(request.prompt), request.output, text, request.finish_reason, reason, logprobs, request.stats)
+        return RequestOutput(list(request.prompt), output, text, request.finish_reason, reason, logprobs, request.stats)
 
 
-class Stream:
-    """The pieces of one request's output, as they come; the last holds the output."""
-
-    def __init__(self, decoder: Decoder, request: Request, output: Callable[[Request], RequestOutput]) -> None:
-        self._decoder, self._request, self._output = decoder, request, output
-        self._read, self._ended = 0, False
-        decoder.add(request)
-
-    def __iter__(self) -> Iterator[Piece]:
-        return self
-
-    def __next__(self) -> Piece:
-        request = self._request
-        if self._ended or request.finish_reason == ABORT:
-            raise StopIteration
-        while request.finish_reason is None and self._read == len(request.output):
-            self._decoder.step()
-        tokens, self._read = request.output[self._read :], len(request.output)
-        if tokens:
-            return Piece(tokens, "" if request.text is None else request.text.take(final=False))
-        self._ended = True
-        return Piece([], "" if request.text is None else request.text.take(final=True), self._output(request))
-
-    def result(self) -> RequestOutput:
-        """Decode to the end and return the output. Raises RequestError if the stream was closed before."""
-        while self._request.finish_reason is None:
-            self._decoder.step()
-        if self._request.finish_reason == ABORT:
-            raise RequestError("this stream was closed before its end, by its user or by an error in the engine")
-        return self._output(self._request)
-
-    def close(self) -> None:
-        """End the request if it goes on, and free its slot."""
-        self._decoder.cancel(self._request)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_request"):
-            self._decoder.abandon(self._request)
+def _or_default(params: SamplingParams | None) -> SamplingParams:
+    return SamplingParams() if params is None else params
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
     """Tell one prompt from several."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, (str, bytes)):
         return [prompts]
+    if not isinstance(prompts, (Sequence, np.ndarray)):
+        raise RequestError(f"prompts {prompts!r:.80}: expected text, token ids, chat messages, or a list of these")
     items = list(prompts)
     single = bool(items) and all(isinstance(item, Mapping) or _is_token(item) for item in items)
     return [items] if single else items

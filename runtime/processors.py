@@ -21,8 +21,8 @@ class LogitsProcessor:
         self._params, self._vocabulary = params, vocabulary
         self._prompt = np.unique(np.asarray(prompt, np.int64))
         self._stop_ids = np.array([token for token in stop_ids if token < vocabulary], np.int64)
-        self._bias_ids = np.array(list(params.logit_bias), np.int64)
-        self._bias = np.array(list(params.logit_bias.values()), np.float32)
+        bias = params.logit_bias or {}
+        self._bias_ids, self._bias = np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32)
         self._banned: Array | None = None
         if params.allowed_token_ids is not None:
             self._banned = np.ones(vocabulary, bool)

@@ -8,11 +8,20 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from dspark.runtime.engine import Array
+from dspark.runtime.errors import RequestError
 from dspark.runtime.processors import LogitsProcessor
 from dspark.runtime.sampling import Sampled, SamplingParams
 from dspark.runtime.stats import Stats
 from dspark.runtime.stop import STOP, OutputText, StopRule
+
+
+def room(prompt: int, max_seq_len: int) -> int:
+    """Return the tokens that may follow a prompt of so many. Raises RequestError if there is none, or no prompt."""
+    if not prompt:
+        raise RequestError("the prompt is empty: expected at least one token")
+    if prompt >= max_seq_len:
+        raise RequestError(f"the prompt has {prompt} tokens, max_seq_len is {max_seq_len} with at least one for the output")
+    return max_seq_len - prompt
 
 
 @dataclass(frozen=True)
@@ -42,10 +51,8 @@ class Request:
     finish_reason: str | None = None
     fed: int = 0
     """Prompt tokens that the target has got."""
-    committed: int | None = None
-    """Rows of the last verification that were committed and that the drafter has not got yet; None when it has all."""
-    waiting: list[Array] = field(default_factory=list)
-    """Taps of committed rows before those, kept while the request does not draft."""
+    error: BaseException | None = None
+    """What ended the request before its time."""
     stats: Stats = field(default_factory=Stats)
 
     @property
@@ -73,12 +80,17 @@ class Request:
         """What choosing the next tokens needs: they begin behind the prompt and the output."""
         return Sampled(self.params, self.seed, len(self.prompt) + len(self.output))
 
+    def shown(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Return those of the newest tokens that belong to the text: a stop token that ends the output does only if asked for."""
+        is_stop = self.finish_reason == STOP and not self.params.include_stop_str_in_output and tokens[-1] in self.rule.stop_ids
+        return tokens[:-1] if is_stop else tokens
+
     def emit(self, choice: Choice) -> list[int]:
         """Append newly committed tokens, up to the request's end, and return those that were kept."""
         emitted = len(self.output)
         kept, self.finish_reason = self.rule.cut(emitted, choice.tokens)
         if self.text is not None:
-            end = self.text.push(kept, max(0, self.rule.min_tokens - emitted))
+            end = self.text.push(self.shown(kept), max(0, self.rule.min_tokens - emitted))
             if end is not None:
                 kept, self.finish_reason = kept[:end], STOP
         self.output += kept

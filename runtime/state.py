@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 GROWTH = 256
 """Rows added when a state tensor is too small."""
+MOST_BINDINGS = 64
+"""Bindings that are kept to tensors of others, which may be new in every call."""
 
 
 @dataclass(frozen=True)
@@ -164,9 +166,11 @@ class State:
 
     def move(self, old: int, new: int) -> None:
         """Copy the rows of a slot to a lower one."""
-        if old < self.slots:  # else it has none yet
-            for tensor in self._tensors.values():
-                tensor.rows(new, 1).write(tensor.rows(old, 1).read())
+        if old >= self.slots:  # it has none yet
+            self.clear(new)
+            return
+        for tensor in self._tensors.values():
+            tensor.rows(new, 1).write(tensor.rows(old, 1).read())
 
     def clear(self, slot: int) -> None:
         """Set the rows of a slot to zero: a hidden row has weight 0 in attention, but 0 times an infinity or NaN would show."""

@@ -59,7 +59,7 @@ class Tokenizer:
         """Return a decoder that takes token ids as they come."""
         return TextStream(self)
 
-    def apply_chat_template(self, messages: Sequence[Message], **kwargs: Any) -> str:
+    def apply_chat_template(self, messages: Sequence[Message], /, **kwargs: Any) -> str:
         """Render chat messages with the generation prompt.
 
         DSpark drafters are trained on answers without thinking, so `enable_thinking` is false unless asked for.
@@ -69,6 +69,9 @@ class Tokenizer:
 
         if self._template is None:
             raise RequestError("this bundle has no chat template: pass the prompt as text or token ids")
+        taken = sorted(kwargs.keys() & {"messages", "add_generation_prompt"})
+        if taken:
+            raise RequestError(f"chat_template_kwargs {taken} are set by dspark: pass variables of the template only")
         if kwargs.get("enable_thinking"):
             logger.warning("enable_thinking: DSpark drafters are trained without thinking; expect fewer accepted proposals")
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])

@@ -62,6 +62,9 @@ def decode(decoder: Decoder, *requests: Request) -> Iterator[list[int]]:
     while any(one.finish_reason is None for one in requests):
         for _, tokens in decoder.step():
             yield tokens
+        for one in requests:
+            if one.error is not None:
+                raise one.error
 
 
 class ScriptedDrafter:

@@ -70,7 +70,7 @@ def test_every_acceptance_keeps_output_and_state(small_bundle: Path, small_pair:
     assert one.stats.accepted_per_round == [right + 1] * 10
     committed = PROMPT + one.output[:-1]
     assert parts.target.length("r") == len(committed)
-    drafter.propose(["r"], [one.anchor], decoder._verified.taps, [one.committed])
+    drafter.propose(["r"], [one.anchor], decoder._pending.taps, decoder._pending.counts(["r"]))
     assert parts.drafter.total("r") == len(committed)
     caches, rings = rebuilt_state(small_bundle, small_pair, committed)
     view, total = parts.slots.view(["r"]), len(committed)
@@ -162,11 +162,11 @@ def test_all_rejected_for_500_tokens(small_bundle: Path) -> None:
 
 
 def test_long_output_on_a_short_ring(small_bundle: Path) -> None:
-    """400 tokens on a window of 32, own proposals, speculative and plain (case B6)."""
+    """500 tokens on a window of 32, own proposals, speculative and plain (cases B6 and E4)."""
     llm = LLM(small_bundle)
-    outputs = [llm.generate([PROMPT], SamplingParams(max_tokens=400), speculative=way)[0] for way in (True, False)]
+    outputs = [llm.generate([PROMPT], SamplingParams(max_tokens=500), speculative=way)[0] for way in (True, False)]
     assert outputs[0].token_ids == outputs[1].token_ids
-    assert len(outputs[0].token_ids) == 400
+    assert len(outputs[0].token_ids) == 500
 
 
 @pytest.mark.parametrize("speculative", [True, False])
@@ -263,9 +263,9 @@ def test_requests_that_sit_out_a_round(small_bundle: Path, small_pair: Path) -> 
         decoder.prefill(one)
     for group in ["ab", "c", "ab", "cd", "a", "abcd", "d", "cb", "abcd"]:
         decoder.round([requests[name] for name in group])
-    decoder._settle([])
+    decoder._pending.settle([])
     for name, one in requests.items():
-        decoder._write_waiting(one)
+        decoder._pending.write(one.id)
         assert one.output == alone[name][: len(one.output)]
         committed = prompts[name] + one.output[:-1]
         assert parts.drafter.total(name) == parts.target.length(name) == len(committed)

@@ -168,10 +168,14 @@ def test_refused_prompts(llm: LLM, prompt: Any, message: str) -> None:
         ({"top_p": 1.1}, "top_p is 1.1"),
         ({"min_p": 1.5}, "min_p is 1.5"),
         ({"seed": -1}, "seed is -1"),
-        ({"stop": ""}, "stop is '', expected a string or strings, none empty"),
+        ({"stop": ""}, "stop is '', expected None, a string or strings, none empty"),
         ({"stop": ["a", 5]}, "stop is"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens is 5, expected at most max_tokens, which is 4"),
-        ({"repetition_penalty": 0}, "repetition_penalty is 0"),
+        ({"repetition_penalty": 0}, "repetition_penalty is 0, expected a number of 0.01 to 100"),
+        ({"frequency_penalty": 3}, "frequency_penalty is 3, expected a number of -2 to 2"),
+        ({"temperature": 10**400}, "temperature is 1000"),
+        ({"logit_bias": {5: 1e39}}, "logit_bias"),
+        ({"ignore_eos": "no"}, "ignore_eos is 'no', expected True or False"),
         ({"presence_penalty": "a"}, "presence_penalty is 'a'"),
         ({"logit_bias": {-1: 2.0}}, "logit_bias"),
         ({"allowed_token_ids": []}, "allowed_token_ids is \\[\\], expected None or at least one token id"),
@@ -235,3 +239,55 @@ def test_a_template_that_reaches_out_is_stopped(pair_bundle: Path, tmp_path: Pat
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(BundleError, match=r"tokenizer\.json cannot be read"):
         load_tokenizer(tmp_path)
+
+
+def test_none_means_what_it_means_elsewhere(llm: LLM) -> None:
+    """None for parameters that have no value, as front ends pass them; a top_k beyond any vocabulary; token ids as arrays."""
+    params = SamplingParams(max_tokens=None, stop=None, stop_token_ids=None, logit_bias=None, allowed_token_ids=None)
+    (output,) = llm.generate([CHAT], params)
+    assert output.finish_reason == "stop"
+    (longest,) = llm.generate([[5] * 1000], SamplingParams(max_tokens=None, ignore_eos=True))
+    assert (len(longest.token_ids), longest.finish_reason) == (24, "length")
+    odd = SamplingParams(max_tokens=3, temperature=1.0, top_k=2**70, allowed_token_ids=np.arange(50), stop_token_ids=np.array([3]))
+    assert set(llm.generate([CHAT], odd)[0].token_ids) <= set(range(50))
+
+
+def test_a_stop_token_is_not_text(llm: LLM) -> None:
+    """Unless asked for; in a stream too."""
+    (full,) = llm.generate([CHAT], SamplingParams(max_tokens=12))
+    assert llm.tokenizer is not None
+    stop = full.token_ids[8]
+    first = full.token_ids.index(stop)
+    for include in (False, True):
+        params = SamplingParams(max_tokens=12, stop_token_ids=[stop], include_stop_str_in_output=include)
+        pieces = list(llm.stream(CHAT, params))
+        output = pieces[-1].output
+        assert output is not None
+        assert (output.token_ids, output.stop_reason) == (full.token_ids[: first + 1], stop)
+        assert output.text == llm.tokenizer.decode(full.token_ids[: first + include]) == "".join(piece.text for piece in pieces)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((None,), "prompts None"),
+        ((5,), "prompts 5"),
+        ((b"abc",), "expected text, token ids, or chat messages"),
+        (("a \ud800",), "the prompt is no valid text"),
+        ((CHAT, {"max_tokens": 5}), "expected SamplingParams"),
+        (([CHAT], [None]), "sampling parameters None: expected SamplingParams"),
+        (([CHAT], [SamplingParams()] * 2), "2 sampling parameters for 1 prompts"),
+        ((CHAT, SamplingParams(allowed_token_ids=[2037], min_tokens=2)), "are all stop tokens, which min_tokens forbids"),
+    ],
+)
+def test_calls_that_make_no_sense(llm: LLM, arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        llm.generate(*arguments)
+    assert llm._decoder._slots.free == 8
+
+
+def test_more_calls_that_make_no_sense(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="expected text, token ids, or chat messages"):
+        llm.stream(5)
+    with pytest.raises(RequestError, match=r"chat_template_kwargs \['messages'\] are set by dspark"):
+        llm.generate([CHAT], chat_template_kwargs={"messages": []})

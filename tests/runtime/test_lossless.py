@@ -24,6 +24,7 @@ from dspark.runtime import LLM, SamplingParams
 from dspark.runtime.accept import Acceptance
 from dspark.runtime.sampling import Draws
 from dspark.runtime.state import Rows, View
+from dspark.runtime.streams import Purpose
 
 V, K, TOKENS = 8, 3, 3
 BATCH, DRAWS = 512, 51200
@@ -129,12 +130,9 @@ def one_stream(draws: Draws, q: Array) -> Array:
     return q
 
 
-SETTINGS = [
-    *({"temperature": t} for t in (0.5, 1.0, 1.5)),
-    {"temperature": 1.0, "top_p": 0.9},
-    {"temperature": 1.5, "top_k": 4},
-    {"temperature": 0.5, "top_k": 6, "top_p": 0.95, "min_p": 0.02},
-]
+CUTS = ({}, {"top_p": 0.9}, {"top_k": 4})
+SETTINGS = [{"temperature": t, **cut} for t in (0.5, 1.0, 1.5) for cut in CUTS]
+SETTINGS.append({"temperature": 0.5, "top_k": 6, "top_p": 0.95, "min_p": 0.02})
 
 
 def law_and_counts(bundle: Path, settings: dict[str, Any], change: Callable[[Draws, Array], Array]) -> tuple[Array, Array]:
@@ -195,6 +193,34 @@ def test_a_tiny_pair_end_to_end(tiny: Path, tmp_path: Path, settings: dict[str, 
     prompt = [1, 2, 3, 4]
     law = joint_law(oracle.Target(tmp_path / "target"), prompt, SamplingParams(**settings), TOKENS)
     assert outputs_law(LLM(tiny), prompt, settings, range(4096), law) > 1e-3
+
+
+def q_of_another_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draft at twice the temperature that the acceptance is told the distributions of."""
+    sampled = Acceptance.sampled
+
+    def wrong(self: Acceptance, logits: Any, counts: Any, draws: Any, tokens: Any = None, probs: Any = None) -> Any:
+        if probs is not None:
+            told = probs.read() ** 2
+            probs.write(told / told.sum(-1, keepdims=True))
+        return sampled(self, logits, counts, draws, tokens, probs)
+
+    monkeypatch.setattr(Acceptance, "sampled", wrong)
+
+
+def one_stream_for_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accept by the numbers that drafted."""
+    monkeypatch.setattr(Purpose, "ACCEPT", Purpose.DRAFT)
+
+
+@pytest.mark.parametrize("spoil", [q_of_another_temperature, one_stream_for_both])
+def test_wrong_decoders_are_noticed_end_to_end(tiny: Path, tmp_path: Path, spoil: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above fails for them."""
+    write_pair(tmp_path, TINY, dtype="fp32", deviation=0.4)
+    prompt, settings = [1, 2, 3, 4], {"temperature": 1.0}
+    law = joint_law(oracle.Target(tmp_path / "target"), prompt, SamplingParams(**settings), TOKENS)
+    spoil(monkeypatch)
+    assert outputs_law(LLM(tiny), prompt, settings, range(4096), law) < 1e-3
 
 
 @pytest.mark.parametrize("speculative", [True, False])

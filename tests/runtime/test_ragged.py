@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +78,9 @@ def test_any_mix_of_rollbacks_keeps_the_state(small_bundle: Path, seed: int) -> 
         decoder.prefill(one)
     for _ in range(30):
         decoder.round([one for one in requests if one.finish_reason is None])
-    decoder._settle([])
+    decoder._pending.settle([])
     for one in requests:
-        decoder._write_waiting(one)
+        decoder._pending.write(one.id)
         assert one.output == truth[one.id][: len(one.output)]
         assert set(one.stats.accepted) >= {0, 7}
         for ours, theirs in zip(visible(parts, one.id), rebuilt(small_bundle, [*one.prompt, *one.output[:-1]]), strict=True):
@@ -109,7 +111,7 @@ def test_plain_and_speculative_requests_in_one_batch(small_bundle: Path) -> None
 
 
 def test_three_requests_in_a_bucket_of_four(small_bundle: Path) -> None:
-    """Case A1: the free slot takes the padding's junk; the live slots hold bit by bit what a run without the bucket gives."""
+    """Case A1: the free slot takes the padding's junk; the live slots hold what a run without the bucket gives."""
     own = prompts(3, 5)
     states = []
     for slots in (4, 3):  # with three slots the range has exactly three rows
@@ -165,12 +167,33 @@ def test_moving_takes_the_state_along(small_bundle: Path) -> None:
         np.testing.assert_array_equal(ours, theirs)
     for _ in range(3):
         decoder.round(requests[1:])
-    decoder._settle([])
+    decoder._pending.settle([])
     for one in requests[1:]:
-        decoder._write_waiting(one)
+        decoder._pending.write(one.id)
         assert one.output == plain(small_bundle, list(one.prompt), len(one.output))
         for ours, theirs in zip(visible(parts, one.id), rebuilt(small_bundle, [*one.prompt, *one.output[:-1]]), strict=True):
             np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def test_an_unfed_request_moves_to_a_clean_slot(small_bundle: Path) -> None:
+    """It has no rows to take along; those of the slot's last user are not its own."""
+    parts = open_parts(small_bundle)
+    for name in "ab":
+        parts.slots.admit(name)
+        parts.drafter.write_context(name, np.full((40, 192), np.nan, np.float32), np.arange(40))
+        parts.target.prefill(name, [1, 2, 3])
+        for tensor in parts.target.caches.tensors(parts.slots.view([name])).values():
+            tensor.write(np.nan)
+    parts.slots.admit("c")
+    parts.slots.admit("d")
+    for name in "ab":
+        parts.target.release(name)
+        parts.drafter.release(name)
+        parts.slots.release(name)
+    parts.slots.move_down("d")
+    assert parts.slots.slot("d") == 0
+    for state in (parts.drafter.rings, parts.target.caches):
+        assert all((tensor.read() == 0).all() for tensor in state.tensors(parts.slots.view(["d"])).values())
 
 
 def test_moving_takes_the_hole_along(small_bundle: Path) -> None:
@@ -317,9 +340,12 @@ def test_skipping_is_checked(small_bundle: Path) -> None:
 
 def test_a_request_that_does_not_fit_does_not_start(small_bundle: Path) -> None:
     decoder = open_parts(small_bundle).decoder()
-    for prompt in ([], [5] * 512):
-        with pytest.raises(RequestError, match=f"the prompt has {len(prompt)} tokens, max_seq_len is 512"):
+    for prompt, message in (([], "the prompt is empty"), ([5] * 512, "the prompt has 512 tokens, max_seq_len is 512")):
+        with pytest.raises(RequestError, match=message):
             decoder.add(request(prompt, 4))
+    for requests in ([], [request([1, 2], 4)]):
+        with pytest.raises(RequestError, match="at least one request, each with its prompt fed"):
+            decoder.round(requests)
     assert decoder.step() == []
     with pytest.raises(LimitError, match=r"max_num_seqs is 5, this bundle allows 1\.\.4"):
         LLM(small_bundle, max_num_seqs=5)
@@ -371,21 +397,26 @@ def test_scheduler() -> None:
     assert (scheduler.running, list(scheduler.waiting)) == ([requests[1]], [])
 
 
-KINDS = ("func", "math", "prose")
+KINDS = ("prose", "func", "math")
 
 
-@pytest.mark.parametrize("served", range(1, 8))
-def test_the_pair_at_every_depth_and_batch(pair_bundle: Path, served: int) -> None:
-    """Depth 1..7 with batch 8, 7, .., 2: prompts of three kinds together, 200 tokens, equal to plain decoding token by token."""
-    batch = 9 - served
-    lines = [json.loads(line) for kind in KINDS for line in (PAIR / "prompts" / f"{kind}.jsonl").read_text().splitlines()[:3]]
-    own = [line["ids"] for line in lines][:batch]
+@pytest.mark.parametrize(("served", "batch"), [(7, 1), (7, 3), (7, 8), (6, 2), (5, 4), (4, 5), (3, 6), (2, 7), (1, 8)])
+def test_the_pair_at_every_depth_and_batch(pair_bundle: Path, served: int, batch: int) -> None:
+    """Prompts of three kinds in turn, 200 tokens each, equal to plain decoding token by token."""
+    files = [(PAIR / "prompts" / f"{kind}.jsonl").read_text().splitlines()[:3] for kind in KINDS]
+    own = [json.loads(line)["ids"] for lines in zip(*files, strict=True) for line in lines][:batch]
     params = SamplingParams(max_tokens=200, ignore_eos=True)
     outputs = LLM(pair_bundle, num_speculative_tokens=served, max_num_seqs=batch).generate(own, params)
-    expected = LLM(pair_bundle, speculative=False, max_num_seqs=1)
     for prompt, output in zip(own, outputs, strict=True):
-        assert output.token_ids == expected.generate([prompt], params)[0].token_ids
+        assert output.token_ids == plain_pair(pair_bundle, tuple(prompt))
         assert len(output.token_ids) == 200
+
+
+@cache
+def plain_pair(bundle: Path, prompt: tuple[int, ...]) -> list[int]:
+    """Return 200 tokens of plain decoding."""
+    llm = LLM(bundle, speculative=False, max_num_seqs=1)
+    return llm.generate([prompt], SamplingParams(max_tokens=200, ignore_eos=True))[0].token_ids
 
 
 @pytest.mark.slow
@@ -435,7 +466,7 @@ def test_four_thousand_tokens(export: Export, tmp_path: Path) -> None:
 
 
 def test_an_error_ends_the_requests_it_hits(small_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt that fails, then a round that fails: their requests end, slots are free again, and the others go on as if nothing was."""
+    """A prompt that fails, then a round that fails: their requests end with the error, the others go on as if nothing was."""
     parts, own = open_parts(small_bundle), prompts(3, 17)
     decoder, requests = parts.decoder(), [request(prompt, 40, name=i) for i, prompt in enumerate(own)]
     for one in requests[:2]:
@@ -443,33 +474,76 @@ def test_an_error_ends_the_requests_it_hits(small_bundle: Path, monkeypatch: pyt
     for _ in range(3):
         decoder.step()
     decoder.add(requests[2])
-    prefill, verify = parts.target.prefill, parts.target.verify
+    error = OSError("a target of the user's own may raise anything")
 
     def failing(*_: object) -> None:
-        raise LimitError("no room")
+        raise error
 
     with monkeypatch.context() as patch:
         patch.setattr(parts.target, "prefill", failing)
-        with pytest.raises(LimitError):
-            decoder.step()
+        assert [one.id for one, _ in decoder.step()] == [0, 1], "the round's tokens are not lost"
     assert [one.finish_reason for one in requests] == [None, None, "abort"]
-    assert parts.slots.free == 2
+    assert (requests[2].error, parts.slots.free) == (error, 2)
     again = request(own[2], 40, name="again")
     decoder.add(again)
     while any(one.finish_reason is None for one in (*requests, again)):
         decoder.step()
     for one in (*requests[:2], again):
         assert one.output == plain(small_bundle, list(one.prompt), 40)
-    assert (parts.target.prefill, parts.target.verify) == (prefill, verify)
     last = request(own[0], 40, name="last")
     decoder.add(last)
     while not last.is_prefilled:
         decoder.step()
     with monkeypatch.context() as patch:
         patch.setattr(parts.target, "verify", failing)
-        with pytest.raises(LimitError):
-            decoder.step()
-    assert (last.finish_reason, parts.slots.free) == ("abort", 4)
+        assert decoder.step() == []
+    assert (last.finish_reason, last.error, parts.slots.free) == ("abort", error, 4)
+
+
+def test_readers_get_the_errors_of_their_own_streams(pair_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, params = LLM(pair_bundle), SamplingParams(max_tokens=30, ignore_eos=True)
+    (alone,) = llm.generate([[1, 2, 3]], params)
+    good, bad = llm.stream([1, 2, 3], params), llm.stream([4, 5, 6], params)
+    prefill = llm._decoder._target.prefill
+
+    def failing(name: object, tokens: list[int]) -> Verified:
+        if tokens[0] == 4:
+            raise LimitError("no room")
+        return prefill(name, tokens)
+
+    monkeypatch.setattr(llm._decoder._target, "prefill", failing)
+    assert good.result().token_ids == alone.token_ids
+    for read in (lambda: next(bad), bad.result):
+        with pytest.raises(LimitError, match="no room"):
+            read()
+    with pytest.raises(LimitError):
+        llm.generate([[1, 2, 3], [4, 5]], params)
+    assert llm._decoder._slots.free == 8
+
+
+def test_an_interruption_ends_what_it_hits(pair_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, params = LLM(pair_bundle), SamplingParams(max_tokens=30, ignore_eos=True)
+    stream = llm.stream([1, 2, 3], params)
+    next(stream)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(llm._decoder._target, "verify", interrupted)
+        next(stream)
+    assert llm._decoder._slots.free == 8
+    assert llm.generate([[1, 2, 3]], params)
+
+
+def test_threads_take_turns(pair_bundle: Path) -> None:
+    llm, params = LLM(pair_bundle), SamplingParams(max_tokens=60, ignore_eos=True)
+    own = [[i, 7, 9 * i] for i in range(1, 9)]
+    expected = [output.token_ids for output in llm.generate(own, params)]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(2):
+            found = list(pool.map(lambda prompt: llm.generate([prompt], params)[0].token_ids, own))
+            assert found == expected
 
 
 def test_a_stream_forgotten_in_the_middle_of_a_step(pair_bundle: Path) -> None:
@@ -487,5 +561,6 @@ def test_a_stream_forgotten_in_the_middle_of_a_step(pair_bundle: Path) -> None:
     llm._decoder._target.verify = dropping
     output = kept.result()
     assert llm._decoder._slots.free == 2
+    assert not llm._decoder._abandoned
     llm._decoder._target.verify = verify
     assert output.token_ids == llm.generate([[1, 2, 3]], params)[0].token_ids
