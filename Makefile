@@ -13,7 +13,7 @@ demo: $(VENV)/installed
 	$(BIN)/dspark run demo-bundle --prompt-file $(PROMPTS)/math.jsonl --compare
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 slow: $(VENV)/installed
 	$(BIN)/python -m pytest -m slow

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -66,25 +69,45 @@ SMALL_DRAFTER = DrafterConfig(
 @pytest.fixture(scope="session")
 def small_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory with target/ and drafter/ of the small random pair in float32."""
-    directory = tmp_path_factory.mktemp("small")
-    write_pair(directory, SMALL, dtype="fp32", deviation=0.15)
-    return directory
+    return once(shared_directory(tmp_path_factory) / "small", lambda place: write_pair(place, SMALL, dtype="fp32", deviation=0.15))
 
 
 @pytest.fixture(scope="session")
 def export(tmp_path_factory: pytest.TempPathFactory) -> Export:
-    """Export the pair in a directory with target/ and drafter/; the same arguments give the same bundle again."""
-    made: dict[tuple[object, ...], Path] = {}
+    """Export the pair in a directory with target/ and drafter/; the same arguments give the same bundle again, in all processes of a run."""
 
     def run(pair: Path, **options: object) -> Path:
-        key = (pair, *sorted(options.items()))
-        if key not in made:
-            output = tmp_path_factory.mktemp("bundle") / "bundle"
-            export_bundle(pair / "target", pair / "drafter", output, ExportOptions(**options))
-            made[key] = output
-        return made[key]
+        name = hashlib.sha256(repr((str(pair), sorted(options.items()))).encode()).hexdigest()[:16]
+        made = ExportOptions(**options)
+        return once(shared_directory(tmp_path_factory) / name, lambda place: export_bundle(pair / "target", pair / "drafter", place, made))
 
     return run
+
+
+def shared_directory(factory: pytest.TempPathFactory) -> Path:
+    """Return a directory of this test run, whichever of its processes asks."""
+    base = factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+def once(place: Path, make: Callable[[Path], object]) -> Path:
+    """Make something at `place` unless another process of the run has, or is about to: then wait for it."""
+    try:
+        lock = os.open(f"{place}.lock", os.O_CREAT | os.O_EXCL)
+    except FileExistsError:
+        while not Path(f"{place}.made").exists():
+            assert not Path(f"{place}.failed").exists(), f"another process could not make {place}"
+            time.sleep(0.2)
+        return place
+    try:
+        make(place)
+        Path(f"{place}.made").touch()
+    except BaseException:
+        Path(f"{place}.failed").touch()
+        raise
+    finally:
+        os.close(lock)
+    return place
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ from conftest import SMALL_DRAFTER, SMALL_TARGET
 from dspark.plugins.contract import VERSION as OPS_CONTRACT
 from dspark.runtime import bundle as bundle_module
 from dspark.runtime.bundle import (
+    FORMAT_VERSION,
     CheckpointRecord,
     Conventions,
     Fingerprint,
@@ -28,13 +29,14 @@ from dspark.runtime.bundle import (
     state_bytes,
 )
 from dspark.runtime.errors import BundleError
+from dspark.runtime.graphs import GRAPHS
 
 BAD = sorted((Path(__file__).parent.parent / "bad").glob("*.json"))
 BAD_REASONS = {
     "list": ["has format version None"],
     "null": ["has format version None"],
     "not_a_number": ["rope_theta"],
-    "other_version": ["has format version 2"],
+    "other_version": ["has format version 3"],
     "overflowing_float": ["rope_theta"],
     "version_only": ["manifest.target is missing", "manifest.files is missing"],
     "wrong_shapes": ["manifest.target is", "manifest.files is", "manifest.weights is", "manifest.checkpoints.drafter is"],
@@ -42,7 +44,7 @@ BAD_REASONS = {
 }
 """What the message must say of a file in tests/bad; those not listed are no JSON."""
 
-GRAPH_FILES = ("context.onnx", "draft.onnx", "target.onnx", "accept.onnx")
+GRAPH_FILES = tuple(f"{name}.onnx" for name in GRAPHS)
 WEIGHTS = "weights/model.safetensors"
 DELETE = object()
 
@@ -64,7 +66,7 @@ def make_bundle(directory: Path, *, reference: Path | None = None) -> Manifest:
         weights = Weights(str(reference), {"target/model.safetensors": fingerprint(file)})
     record = CheckpointRecord("0" * 64, {"model.safetensors": Fingerprint(700, "1" * 64)})
     manifest = Manifest(
-        format_version=1,
+        format_version=FORMAT_VERSION,
         dspark_version="0.1.0",
         ops_contract=OPS_CONTRACT,
         opset=23,
@@ -216,18 +218,17 @@ def test_manifest_of_another_encoding(whole: Path, content: bytes) -> None:
     assert "is not JSON" in refused(whole)
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None, [1], DELETE])
+@pytest.mark.parametrize("version", [0, 1, 3, "2", None, [2], True, DELETE])
 def test_other_format_version(whole: Path, version: object) -> None:
     edit(whole, {"format_version": version, "window": "wide", "new": 1})
     message = refused(whole)
-    assert f"has format version {None if version is DELETE else version!r}, this dspark reads 1: export the bundle again" in message
+    assert f"has format version {None if version is DELETE else version!r}, this dspark reads 2: export the bundle again" in message
     assert "window" not in message
 
 
-@pytest.mark.parametrize("version", [True, 1.0])
-def test_format_version_that_only_equals_1(whole: Path, version: object) -> None:
-    edit(whole, {"format_version": version})
-    assert faults(whole) == [f"manifest.format_version is {version!r}, expected int"]
+def test_format_version_that_only_equals_2(whole: Path) -> None:
+    edit(whole, {"format_version": 2.0})
+    assert faults(whole) == ["manifest.format_version is 2.0, expected int"]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from conftest import PAIR, Export
 from engines import open_parts
 from random_pair import Shape, write_pair
 
-from dspark.runtime import LLM, SamplingParams
+from dspark.runtime import LLM, SamplingParams, sampling
 from dspark.runtime.accept import Acceptance
 from dspark.runtime.sampling import Draws
 from dspark.runtime.state import Rows, View
@@ -210,7 +210,9 @@ def q_of_another_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def one_stream_for_both(monkeypatch: pytest.MonkeyPatch) -> None:
     """Accept by the numbers that drafted."""
-    monkeypatch.setattr(Purpose, "ACCEPT", Purpose.DRAFT)
+    uniforms = sampling.uniforms
+    used = {Purpose.ACCEPT: Purpose.DRAFT}
+    monkeypatch.setattr(sampling, "uniforms", lambda seed, purpose, *where: uniforms(seed, used.get(purpose, purpose), *where))
 
 
 @pytest.mark.parametrize("spoil", [q_of_another_temperature, one_stream_for_both])

@@ -28,7 +28,7 @@ def expected(row: np.ndarray, params: SamplingParams, prompt: list[int], output:
             row[token] = -np.inf
         if len(output) < params.min_tokens and token in stops:
             row[token] = -np.inf
-        row[token] += params.logit_bias.get(token, 0)
+        row[token] += (params.logit_bias or {}).get(token, 0)
         if token in prompt or counts[token]:
             row[token] *= params.repetition_penalty if row[token] <= 0 else 1 / params.repetition_penalty
         row[token] -= params.frequency_penalty * counts[token] + params.presence_penalty * (counts[token] > 0)
