@@ -40,6 +40,7 @@ class Decoder:
         self._scheduler = Scheduler(self._chunk)
         self._pending = PendingRows(slots, drafter)
         self._narrow: dict[tuple[View, int], Tensor] = {}
+        self._greedy: dict[int, Draws] = {}
         self._abandoned: list[Request] = []
         self.lock = threading.RLock()
         """To be held by whoever calls from several threads."""
@@ -154,6 +155,10 @@ class Decoder:
 
     def _draws(self, plan: Round, view: View) -> Draws:
         """Return the numbers that choosing tokens needs, by row of the view."""
+        if all(request.params.is_greedy for request in plan.requests):
+            if view.size not in self._greedy:
+                self._greedy[view.size] = Draws({}, view.size, self._engine.manifest.num_speculative_tokens)
+            return self._greedy[view.size]
         rows = {row: request.sampled for request, row in zip(plan.requests, view.rows, strict=True)}
         return Draws(rows, view.size, self._engine.manifest.num_speculative_tokens)
 

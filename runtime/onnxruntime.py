@@ -22,6 +22,8 @@ from dspark.runtime.graphs import signatures
 # the example pair took 7.6 ms with two threads, 2.7 ms with pools that stop (2 cores). One pool for all sessions is no faster, and makes
 # every other session of the process fail that does not ask for it.
 _STOP_SPINNING = "session.force_spinning_stop"
+DEFAULT_THREADS = 0
+"""ONNX Runtime's own choice: one a physical core."""
 _WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 
 
@@ -91,7 +93,7 @@ class OnnxRuntimeEngine:
             )
         if threads is not None and threads < 1:
             raise EngineError(f"threads is {threads}, expected at least 1")
-        self._bundle, self._threads, self._log_severity = bundle, threads or 0, log_severity
+        self._bundle, self._threads, self._log_severity = bundle, threads or DEFAULT_THREADS, log_severity
         self._sessions: dict[str, Any] = {}
 
     def load(self, graphs: Iterable[str]) -> None:

@@ -12,6 +12,7 @@ import pytest
 from random_pair import Shape, write_pair
 
 from dspark.export.bundle import ExportOptions, export_bundle
+from dspark.runtime import onnxruntime as backend
 from dspark.runtime.config import DrafterConfig, TargetConfig
 
 ROOT = Path(__file__).parent.parent
@@ -19,6 +20,9 @@ GOLDEN = ROOT / "tests" / "golden"
 PAIR = ROOT / "examples" / "pair"
 
 Export = Callable[..., Path]
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    backend.DEFAULT_THREADS = 1  # the workers share the cores: threads that wait for each other would take them from the others
 
 SMALL = Shape(
     hidden=64,
@@ -74,7 +78,7 @@ def small_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def export(tmp_path_factory: pytest.TempPathFactory) -> Export:
-    """Export the pair in a directory with target/ and drafter/; the same arguments give the same bundle again, in all processes of a run."""
+    """Export the pair in a directory with target/ and drafter/; the same arguments give the same bundle, in all processes of a run."""
 
     def run(pair: Path, **options: object) -> Path:
         name = hashlib.sha256(repr((str(pair), sorted(options.items()))).encode()).hexdigest()[:16]
