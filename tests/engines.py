@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dspark.runtime.bundle import load_bundle
 from dspark.runtime.decode import Decoder
 from dspark.runtime.drafter import Drafter, Proposals
@@ -53,6 +55,24 @@ def request(prompt: Sequence[int], max_tokens: int, stop_ids: Sequence[int] = ()
     own = {key: options.pop(key) for key in ("seed", "speculative") if key in options}
     params = SamplingParams(max_tokens=max_tokens, **options)
     return Request(name, list(prompt), StopRule(frozenset(stop_ids), max_tokens), params, **own)
+
+
+def start(decoder: Decoder, *requests: Request) -> None:
+    """Give requests slots and feed their prompts."""
+    for one in requests:
+        decoder.admit(one)
+        decoder.prefill(one)
+
+
+def fed_whole(bundle: Path, tokens: Sequence[int]) -> Parts:
+    """Return fresh parts with one request, `r`, that was fed all `tokens`."""
+    parts = open_parts(bundle, slots=1)
+    parts.slots.admit("r")
+    for begin in range(0, len(tokens), 64):
+        chunk = tokens[begin : begin + 64]
+        taps = parts.target.prefill("r", chunk).taps.tensor.read()[0]
+        parts.drafter.write_context("r", taps, np.arange(begin, begin + len(chunk)))
+    return parts
 
 
 def decode(decoder: Decoder, *requests: Request) -> Iterator[list[int]]:

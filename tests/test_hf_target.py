@@ -19,7 +19,7 @@ import oracle
 import pytest
 import torch
 from conftest import PAIR
-from engines import Parts, open_parts, request
+from engines import Parts, open_parts, request, start
 
 from dspark.runtime import LLM, SamplingParams
 from dspark.runtime.errors import ConfigError
@@ -183,9 +183,7 @@ def test_graphs_are_bound_once(pair_bundle: Path, model: Any, records: list[dict
     target = EXAMPLE.HuggingFaceTarget(model, parts.engine, parts.slots)
     decoder = Parts(parts.engine, parts.slots, target, parts.drafter).decoder()
     requests = [request(record["ids"], 160, name=i) for i, record in enumerate(records[3:])]
-    for one in requests:
-        decoder.admit(one)
-        decoder.prefill(one)
+    start(decoder, *requests)
     for _ in range(2):
         decoder.round(requests)
     before = len(made)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import open_parts, request
+from engines import open_parts, request, start
 
 from dspark.runtime.onnxruntime import HostTensor
 from dspark.runtime.processors import LogitsProcessor
@@ -48,9 +48,7 @@ def test_bytes_of_a_round(small_bundle: Path, batch: int, params: dict[str, Any]
     """The figures of the README's table."""
     parts = open_parts(small_bundle)
     decoder, requests = parts.decoder(), [request([3, 5, 7 + i], 200, name=i, **params) for i in range(batch)]
-    for one in requests:
-        decoder.admit(one)
-        decoder.prefill(one)
+    start(decoder, *requests)
     for _ in range(2):
         decoder.round(requests)
     meter = Meter(monkeypatch)
@@ -72,8 +70,7 @@ def test_what_asks_for_more(small_bundle: Path) -> None:
         decoder, one = parts.decoder(), request([3, 5, 7], 200, **params)
         if "presence_penalty" in params:
             one.processor = LogitsProcessor(one.params, one.prompt, [], V)
-        decoder.admit(one)
-        decoder.prefill(one)
+        start(decoder, one)
         decoder.round([one])
         with pytest.MonkeyPatch.context() as patch:
             meter = Meter(patch)

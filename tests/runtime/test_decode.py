@@ -10,7 +10,7 @@ import numpy as np
 import oracle
 import pytest
 from conftest import Export
-from engines import Parts, ScriptedDrafter, open_parts, request
+from engines import Parts, ScriptedDrafter, fed_whole, open_parts, request, start
 
 from dspark.runtime import LLM, SamplingParams
 from dspark.runtime.errors import EngineError, LimitError, RequestError
@@ -45,12 +45,7 @@ def plain(bundle: Path, prompt: list[int], tokens: int) -> list[int]:
 
 def rebuilt_state(bundle: Path, small_pair: Path, tokens: list[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Return caches and rings of `tokens` fed at once to fresh parts, taps from the same run."""
-    parts = open_parts(bundle, slots=1)
-    parts.slots.admit("r")
-    for begin in range(0, len(tokens), 64):
-        chunk = tokens[begin : begin + 64]
-        taps = parts.target.prefill("r", chunk).taps.tensor.read()[0]
-        parts.drafter.write_context("r", taps, np.arange(begin, begin + len(chunk)))
+    parts = fed_whole(bundle, tokens)
     view = parts.slots.view(["r"])
     return tuple([t.read()[0] for t in state.tensors(view).values()] for state in (parts.target.caches, parts.drafter.rings))
 
@@ -258,9 +253,7 @@ def test_requests_that_sit_out_a_round(small_bundle: Path, small_pair: Path) -> 
     alone = {name: plain(small_bundle, prompt, 60) for name, prompt in prompts.items()}
     drafter = scripted(parts, alone, lambda name, number: (3 * number + ord(name)) % 8)
     decoder, requests = parts.decoder(drafter), {name: request(prompt, 60, name=name) for name, prompt in prompts.items()}
-    for one in requests.values():
-        decoder.admit(one)
-        decoder.prefill(one)
+    start(decoder, *requests.values())
     for group in ["ab", "c", "ab", "cd", "a", "abcd", "d", "cb", "abcd"]:
         decoder.round([requests[name] for name in group])
     decoder._pending.settle([])
@@ -281,9 +274,7 @@ def test_order_of_requests_makes_no_new_bindings(small_bundle: Path) -> None:
     made, bind = [], parts.engine.bind
     parts.engine.bind = lambda graph, tensors: made.append(graph) or bind(graph, tensors)
     decoder, requests = parts.decoder(), [request(PROMPT[i:], 60, name=i) for i in range(3)]
-    for one in requests:
-        decoder.admit(one)
-        decoder.prefill(one)
+    start(decoder, *requests)
     for _ in range(2):
         decoder.round(requests)
     before = len(made)

@@ -14,7 +14,7 @@ import numpy as np
 import oracle
 import pytest
 from conftest import PAIR, SMALL, Export
-from engines import Parts, ScriptedDrafter, open_parts, request
+from engines import Parts, ScriptedDrafter, fed_whole, open_parts, request, start
 from random_pair import write_pair
 
 from dspark.runtime import LLM, SamplingParams
@@ -56,13 +56,7 @@ def visible(parts: Parts, name: object) -> list[Array]:
 
 def rebuilt(bundle: Path, tokens: list[int]) -> list[Array]:
     """Return the same after feeding all tokens at once to fresh parts."""
-    parts = open_parts(bundle, slots=1)
-    parts.slots.admit("r")
-    for begin in range(0, len(tokens), 64):
-        chunk = tokens[begin : begin + 64]
-        taps = parts.target.prefill("r", chunk).taps.tensor.read()[0]
-        parts.drafter.write_context("r", taps, np.arange(begin, begin + len(chunk)))
-    return visible(parts, "r")
+    return visible(fed_whole(bundle, tokens), "r")
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -73,9 +67,7 @@ def test_any_mix_of_rollbacks_keeps_the_state(small_bundle: Path, seed: int) -> 
     truth = {name: plain(small_bundle, prompt, 260) for name, prompt in own.items()}
     drafter = ScriptedDrafter(parts.drafter, truth, lambda _name, _round: int(rng.integers(0, 8)), 320)
     decoder, requests = parts.decoder(drafter), [request(prompt, 260, name=name) for name, prompt in own.items()]
-    for one in requests:
-        decoder.admit(one)
-        decoder.prefill(one)
+    start(decoder, *requests)
     for _ in range(30):
         decoder.round([one for one in requests if one.finish_reason is None])
     decoder._pending.settle([])
@@ -117,9 +109,7 @@ def test_three_requests_in_a_bucket_of_four(small_bundle: Path) -> None:
     for slots in (4, 3):  # with three slots the range has exactly three rows
         parts = open_parts(small_bundle, slots=slots)
         decoder, requests = parts.decoder(), [request(prompt, 200, name=i) for i, prompt in enumerate(own)]
-        for one in requests:
-            decoder.admit(one)
-            decoder.prefill(one)
+        start(decoder, *requests)
         for _ in range(20):
             decoder.round(requests)
         assert decoder._slots.view([0, 1, 2]).size == slots
@@ -154,9 +144,7 @@ def test_a_gap_is_closed(small_bundle: Path) -> None:
 def test_moving_takes_the_state_along(small_bundle: Path) -> None:
     parts, decoder, own = open_parts(small_bundle), None, prompts(3, 8)
     decoder, requests = parts.decoder(), [request(prompt, 100, name=i) for i, prompt in enumerate(own)]
-    for one in requests:
-        decoder.admit(one)
-        decoder.prefill(one)
+    start(decoder, *requests)
     for _ in range(3):
         decoder.round(requests)
     decoder.release(requests[0])
@@ -227,8 +215,7 @@ def test_any_width(small_bundle: Path, small_pair: Path, widths: list[int]) -> N
     drafter = ScriptedDrafter(parts.drafter, {"r": truth}, lambda _name, number: (3 * number) % 8, 320)
     drafter.propose_hook = lambda proposals: seen.append((one.position, proposals.debug["draft_logits"].read()[0].copy()))
     decoder, one = parts.decoder(drafter), request(prompt, 130)
-    decoder.admit(one)
-    decoder.prefill(one)
+    start(decoder, one)
     for number in range(max(8, len(widths))):
         width = widths[number % len(widths)]
         (kept,) = decoder.round([one], width=width)
@@ -249,9 +236,7 @@ def test_counts_are_the_rounds_own(small_bundle: Path) -> None:
     truth = {i: plain(small_bundle, prompt, 60) for i, prompt in enumerate(own)}
     decoder = parts.decoder(ScriptedDrafter(parts.drafter, truth, lambda *_: 7, 320))
     requests = [request(prompt, 60, name=i) for i, prompt in enumerate(own)]
-    for one in requests:
-        decoder.admit(one)
-        decoder.prefill(one)
+    start(decoder, *requests)
     assert [len(kept) for kept in decoder.round(requests, width=6, counts=[5, 2])] == [6, 3]
     assert [len(kept) for kept in decoder.round(requests, counts=[0, 4])] == [1, 5]
     assert [len(kept) for kept in decoder.round(requests)] == [8, 8]
@@ -278,8 +263,7 @@ def test_a_width_of_one_is_a_plain_step(small_bundle: Path) -> None:
 
     parts.engine.bind = bind
     decoder, one = parts.decoder(), request([1, 2, 3], 200)
-    decoder.admit(one)
-    decoder.prefill(one)
+    start(decoder, one)
     ran.clear()
     for _ in range(130):
         decoder.round([one], width=1)
