@@ -1,0 +1,140 @@
+"""The kernels compiled by NVRTC for every architecture we name: what each uses, and the cache. No GPU is needed, and none is used."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from dspark.plugins import compile as compiler
+from dspark.plugins import kernels
+from dspark.plugins.kernels import Launch
+
+CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
+
+REGISTERS = 168
+"""A third of a multiprocessor's 65536 for each block of 128 threads: three blocks of any kernel fit."""
+SHARED_BYTES = 99 * 1024
+"""What one block may use on sm_86, sm_89 and sm_120, the least of these architectures."""
+SPILLS: dict[tuple[str, str], str] = {}
+"""Kernels that may spill registers, by name and architecture, each with the reason."""
+
+
+def nvrtc_installed() -> bool:
+    try:
+        return bool(importlib.metadata.version("nvidia-cuda-nvrtc"))
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+needs_nvrtc = pytest.mark.skipif(not nvrtc_installed(), reason="nvidia-cuda-nvrtc is not installed (the extra cuda)")
+
+
+def attention(dtype: str, head_dim: int, group: int, batch: int = 1) -> tuple[Launch, ...]:
+    """Seven block rows over a ring of 2064 slots, 8 key/value heads, on 132 multiprocessors."""
+    return kernels.block_attention(dtype, batch, 8 * group, 8, 7, 2064, head_dim, 2048, head_dim**-0.5, 132)
+
+
+def every_kernel() -> dict[str, list[Launch]]:
+    """All kernels by dtype: 16 to 64 query rows a tile, 32 at most for the longest rows."""
+    return {
+        dtype: [
+            kernels.ring_write(dtype, 1, 8, 2064, 8, 128),
+            *(launch for dim in kernels.HEAD_DIMS for group in (2, 4, 6, 8) for launch in attention(dtype, dim, group)),
+        ]
+        for dtype in kernels.ELEMENTS
+    }
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("dtype", list(kernels.ELEMENTS))
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda capability: f"sm_{capability[0]}{capability[1]}")
+def test_every_kernel_compiles_within_its_limits(tmp_path: Path, capability: tuple[int, int], dtype: str) -> None:
+    launches = every_kernel()[dtype]
+    binary = compiler.compile_kernels(launches, capability, tmp_path)
+    assert binary.cubin.startswith(b"\x7fELF")
+    assert binary.kernels.keys() == {launch.kernel for launch in launches}
+    for launch in launches:
+        kernel = binary.kernels[launch.kernel]
+        assert kernel.symbol.encode() in binary.cubin
+        assert kernel.registers <= REGISTERS, kernel
+        assert kernel.shared_bytes + launch.shared_bytes <= SHARED_BYTES, kernel
+        assert kernel.spill_bytes == 0 or (launch.kernel, f"sm_{capability[0]}{capability[1]}") in SPILLS, kernel
+
+
+@needs_nvrtc
+def test_the_cache_is_keyed_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = [kernels.ring_write("float16", 1, 8, 2064, 8, 128)]
+    calls = []
+    original = compiler._compile
+    monkeypatch.setattr(compiler, "_compile", lambda *arguments: calls.append(arguments) or original(*arguments))
+    first = compiler.compile_kernels(launches, (8, 9), tmp_path)
+    assert compiler.compile_kernels(launches, (8, 9), tmp_path) == first
+    # Sizes are arguments of the kernel, not part of it.
+    assert compiler.compile_kernels([kernels.ring_write("float32", 4, 8, 64, 3, 64)], (8, 9), tmp_path) == first
+    assert len(calls) == 1
+    assert compiler.compile_kernels(launches, (9, 0), tmp_path).cubin != first.cubin
+    assert len(calls) == 2
+
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    for path in kernels.SOURCES.glob("*.cuh"):
+        (sources / path.name).write_text(path.read_text().replace("+ row;", "+ row + 1;"))
+    monkeypatch.setattr(compiler, "SOURCES", sources)
+    assert compiler.compile_kernels(launches, (8, 9), tmp_path).cubin != first.cubin
+    assert len(calls) == 3
+    assert len(list(tmp_path.glob("*.json"))) == 3
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"cubin": "?", "kernels": {}}', '{"cubin": "", "kernels": {"a": {}}}'])
+def test_a_damaged_cache_entry_is_written_anew(tmp_path: Path, content: str) -> None:
+    launches = [kernels.ring_write("float16", 1, 8, 2064, 8, 128)]
+    binary = compiler.compile_kernels(launches, (8, 9), tmp_path)
+    (entry,) = tmp_path.iterdir()
+    whole = json.loads(entry.read_text())
+    entry.write_text(content)
+    assert compiler.compile_kernels(launches, (8, 9), tmp_path) == binary
+    assert json.loads(entry.read_text()) == whole
+    assert [path.name for path in tmp_path.iterdir()] == [entry.name]
+
+
+@needs_nvrtc
+def test_several_threads_compile_the_same(tmp_path: Path) -> None:
+    launches = [kernels.ring_write("float16", 1, 8, 2064, 8, 128)]
+    with ThreadPoolExecutor(4) as pool:
+        binaries = list(pool.map(lambda _: compiler.compile_kernels(launches, (8, 9), tmp_path), range(4)))
+    assert binaries == binaries[:1] * 4
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@needs_nvrtc
+def test_what_nvrtc_refuses_is_shown(tmp_path: Path) -> None:
+    launches = [kernels.ring_write("float16", 1, 8, 2064, 8, 128)]
+    with pytest.raises(compiler.CompileError, match=r"sm_11 .*\n.*gpu-architecture"):
+        compiler.compile_kernels(launches, (1, 1), tmp_path)
+    with pytest.raises(compiler.CompileError, match="no_such_kernel"):
+        compiler.compile_kernels([Launch("ring_write.cuh", "no_such_kernel", (1, 1, 1), (1, 1, 1), 0, (), ())], (8, 9), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_nvrtc_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(_: str) -> None:
+        raise importlib.metadata.PackageNotFoundError
+
+    monkeypatch.setattr(importlib.metadata, "files", missing)
+    for function in (compiler._library, compiler._version):
+        function.cache_clear()
+    with pytest.raises(compiler.CompilerMissingError, match=r"dspark\[cuda\]"):
+        compiler.compile_kernels([kernels.ring_write("float16", 1, 8, 2064, 8, 128)], (8, 9), tmp_path)
+
+
+def test_the_cache_is_where_the_platform_keeps_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert compiler.user_cache_directory() == tmp_path / "dspark" / "kernels"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert compiler.user_cache_directory() == tmp_path / ".cache" / "dspark" / "kernels"
