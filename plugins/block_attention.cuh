@@ -15,6 +15,8 @@
 namespace dspark {
 
 constexpr int THREADS = 128;
+// Blocks of a multiprocessor that registers must allow. Without a number NVRTC spills to fit more, which shared memory does not admit.
+constexpr int RESIDENT_BLOCKS = 3;
 constexpr int LANES = 8;  // threads of a query row: neighbours in a warp, so that rows are reduced by shuffles
 constexpr int ROW_STEP = THREADS / LANES;
 constexpr int WARP = 32;
@@ -45,7 +47,7 @@ struct Keys {
 
 // Grid: S pieces along x, G * (tiles of ROWS query rows) along y, B along z. `scale` includes log2(e): weights are powers of two.
 template <typename Element, int HEAD_DIM, int ROWS>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     block_attention(const Element* __restrict__ query, const Element* __restrict__ ring_key, const Element* __restrict__ ring_value,
                     const Element* __restrict__ block_key, const Element* __restrict__ block_value, const long long* __restrict__ total,
                     const long long* __restrict__ first, Element* __restrict__ attended, float* __restrict__ workspace, int kv_heads,
@@ -120,6 +122,7 @@ __global__ void __launch_bounds__(THREADS)
         __syncthreads();
 
         float scores[OWN_ROWS][OWN_KEYS] = {};
+#pragma unroll 1
         for (int column = 0; column < HEAD_DIM; column += PER_VECTOR) {
             float q[OWN_ROWS][PER_VECTOR];
 #pragma unroll
@@ -160,6 +163,7 @@ __global__ void __launch_bounds__(THREADS)
         }
         __syncwarp();  // the weights of a row are written and read by one warp
 
+#pragma unroll 1
         for (int four = 0; four < TILE; four += 4) {
             float weight[OWN_ROWS][4];
 #pragma unroll

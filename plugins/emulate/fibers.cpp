@@ -29,7 +29,7 @@ void __sanitizer_finish_switch_fiber(void*, const void**, size_t*);
 
 namespace {
 
-constexpr size_t STACK_BYTES = 256 * 1024;
+constexpr size_t STACK_BYTES = 64 * 1024;
 constexpr unsigned WARP = 32;
 
 // Counts the arrived; `round` tells a fiber that its barrier opened. Two order points take turns: a fast fiber's next arrival must not
@@ -65,6 +65,7 @@ struct Machine {
     size_t scheduler_stack_bytes = 0;
     bool progress = false;
     char started = 0, finished = 0;
+    std::vector<void*> allocations;
 } machine;
 
 void acquire([[maybe_unused]] char& order) {
@@ -92,6 +93,12 @@ void switch_fiber(Fiber& from, Fiber& to) {
 #ifdef EMULATE_ADDRESS_SANITIZER
     __sanitizer_finish_switch_fiber(from.sanitizer, nullptr, nullptr);
 #endif
+}
+
+// Memory of one block. Kept to the end of the launch: used again, it would hold traces of accesses that nothing orders.
+void* fresh(size_t bytes) {
+    machine.allocations.push_back(malloc(bytes));
+    return machine.allocations.back();
 }
 
 void open_if_complete(Barrier& barrier) {
@@ -139,7 +146,7 @@ void start(Fiber& fiber, unsigned number) {
     fiber.number = number;
     fiber.done = false;
     fiber.sanitizer = nullptr;
-    if (fiber.stack == nullptr) fiber.stack = malloc(STACK_BYTES);
+    fiber.stack = fresh(STACK_BYTES);
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack;
     fiber.context.uc_stack.ss_size = STACK_BYTES;
@@ -200,7 +207,7 @@ bool run(Index grid, Index block, size_t shared_bytes, void (*kernel)(void*), vo
     bool complete = true;
     for (unsigned number = 0; complete && number < grid.x * grid.y * grid.z; ++number) {
         machine.block_index = {number % grid.x, number / grid.x % grid.y, number / (grid.x * grid.y)};
-        machine.shared = malloc(shared_bytes);
+        machine.shared = fresh(shared_bytes);
         memset(machine.shared, 0xff, shared_bytes);
         machine.all = Barrier{};
         machine.all.members = threads;
@@ -210,12 +217,13 @@ bool run(Index grid, Index block, size_t shared_bytes, void (*kernel)(void*), vo
             ++machine.warps[i / WARP].members;
         }
         complete = run_block();
-        free(machine.shared);
 #ifdef EMULATE_THREAD_SANITIZER
         for (Fiber& fiber : machine.fibers) __tsan_destroy_fiber(fiber.sanitizer);
 #endif
     }
-    acquire(machine.finished);
+    acquire(machine.finished);  // not before: what the host has seen of a block, the next one would have seen too
+    for (void* allocation : machine.allocations) free(allocation);
+    machine.allocations.clear();
     return complete;
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,12 +16,40 @@ from dspark.plugins.kernels import Launch
 
 CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
 
-REGISTERS = 168
-"""A third of a multiprocessor's 65536 for each block of 128 threads: three blocks of any kernel fit."""
+REGISTERS = {
+    "block_attention<64, 16>": 88,
+    "block_attention<64, 32>": 104,
+    "block_attention<64, 48>": 128,
+    "block_attention<64, 64>": 136,
+    "block_attention<80, 16>": 104,
+    "block_attention<80, 32>": 112,
+    "block_attention<80, 48>": 136,
+    "block_attention<80, 64>": 160,
+    "block_attention<96, 16>": 112,
+    "block_attention<96, 32>": 128,
+    "block_attention<96, 48>": 144,
+    "block_attention<96, 64>": 168,
+    "block_attention<128, 16>": 120,
+    "block_attention<128, 32>": 128,
+    "block_attention<128, 48>": 160,
+    "block_attention<128, 64>": 168,
+    "block_attention<256, 16>": 144,
+    "block_attention<256, 32>": 168,
+    "merge_splits<64>": 40,
+    "merge_splits<80>": 40,
+    "merge_splits<96>": 40,
+    "merge_splits<128>": 40,
+    "merge_splits<256>": 40,
+    "ring_write": 24,
+}
+"""Most registers of a thread by kernel without its dtype: what NVRTC 13.0.88 needs for the worst of dtypes and architectures, in eights.
+
+168 is a third of a multiprocessor's 65536 for each block of 128 threads: three blocks of any kernel fit.
+"""
 SHARED_BYTES = 99 * 1024
 """What one block may use on sm_86, sm_89 and sm_120, the least of these architectures."""
-SPILLS: dict[tuple[str, str], str] = {}
-"""Kernels that may spill registers, by name and architecture, each with the reason."""
+SPILLS: dict[str, str] = {}
+"""Kernels that may spill registers, by name, with the reason: none does."""
 
 
 def nvrtc_installed() -> bool:
@@ -33,36 +62,40 @@ def nvrtc_installed() -> bool:
 needs_nvrtc = pytest.mark.skipif(not nvrtc_installed(), reason="nvidia-cuda-nvrtc is not installed (the extra cuda)")
 
 
-def attention(dtype: str, head_dim: int, group: int, batch: int = 1) -> tuple[Launch, ...]:
+def attention(dtype: str, head_dim: int, group: int) -> tuple[Launch, ...]:
     """Seven block rows over a ring of 2064 slots, 8 key/value heads, on 132 multiprocessors."""
-    return kernels.block_attention(dtype, batch, 8 * group, 8, 7, 2064, head_dim, 2048, head_dim**-0.5, 132)
+    return kernels.block_attention(dtype, 1, 8 * group, 8, 7, 2064, head_dim, 2048, head_dim**-0.5, 132)
 
 
-def every_kernel() -> dict[str, list[Launch]]:
-    """All kernels by dtype: 16 to 64 query rows a tile, 32 at most for the longest rows."""
-    return {
-        dtype: [
-            kernels.ring_write(dtype, 1, 8, 2064, 8, 128),
-            *(launch for dim in kernels.HEAD_DIMS for group in (2, 4, 6, 8) for launch in attention(dtype, dim, group)),
-        ]
-        for dtype in kernels.ELEMENTS
-    }
-
-
-@needs_nvrtc
-@pytest.mark.parametrize("dtype", list(kernels.ELEMENTS))
-@pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda capability: f"sm_{capability[0]}{capability[1]}")
-def test_every_kernel_compiles_within_its_limits(tmp_path: Path, capability: tuple[int, int], dtype: str) -> None:
-    launches = every_kernel()[dtype]
-    binary = compiler.compile_kernels(launches, capability, tmp_path)
+def check(launches: list[Launch], capability: tuple[int, int], cache: Path) -> None:
+    binary = compiler.compile_kernels(launches, capability, cache)
     assert binary.cubin.startswith(b"\x7fELF")
     assert binary.kernels.keys() == {launch.kernel for launch in launches}
     for launch in launches:
         kernel = binary.kernels[launch.kernel]
         assert kernel.symbol.encode() in binary.cubin
-        assert kernel.registers <= REGISTERS, kernel
+        assert kernel.registers <= REGISTERS[re.sub(r"<[^,]*, ", "<", launch.kernel.removeprefix("dspark::"))], kernel
         assert kernel.shared_bytes + launch.shared_bytes <= SHARED_BYTES, kernel
-        assert kernel.spill_bytes == 0 or (launch.kernel, f"sm_{capability[0]}{capability[1]}") in SPILLS, kernel
+        assert kernel.spill_bytes == 0 or launch.kernel in SPILLS, kernel
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("dtype", list(kernels.ELEMENTS))
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda capability: f"sm_{capability[0]}{capability[1]}")
+def test_kernels_compile_within_their_limits(tmp_path: Path, capability: tuple[int, int], dtype: str) -> None:
+    """The tallest tiles, which need most: 64 query rows, 32 for the longest rows."""
+    write = kernels.ring_write(dtype, 1, 8, 2064, 8, 128)
+    check([write, *(launch for dim in kernels.HEAD_DIMS for launch in attention(dtype, dim, 8))], capability, tmp_path)
+
+
+@needs_nvrtc
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", list(kernels.ELEMENTS))
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda capability: f"sm_{capability[0]}{capability[1]}")
+def test_lower_tiles_compile_within_their_limits(tmp_path: Path, capability: tuple[int, int], dtype: str) -> None:
+    """16, 32 and 48 query rows."""
+    launches = [launch for dim in kernels.HEAD_DIMS for group in (2, 4, 6) for launch in attention(dtype, dim, group)]
+    check(launches, capability, tmp_path)
 
 
 @needs_nvrtc

@@ -36,7 +36,9 @@ SHAPES = [
 ]
 """Several row tiles, with one partly filled; small and odd rings; positions past 2**32; no window; every state of a ring."""
 
-WINDOWS = [Attention(window=window, firsts=firsts) for window in (1, 9, 48) for firsts in [(0,), (0, 17, 45, 146), (0, 20, 48, 149), (500,)]]
+WINDOWS = [
+    Attention(window=window, firsts=firsts) for window in (1, 9, 48) for firsts in [(0,), (0, 17, 45, 146), (0, 20, 48, 149), (500,)]
+]
 """Holes at the front: none, some, all of the ring, and a first position that lies ahead."""
 
 WRITES = [Write(dtype, head_dim=dim, rows=rows) for dtype in DTYPES for dim in kernels.HEAD_DIMS for rows in (1, 5, 16)]

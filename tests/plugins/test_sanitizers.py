@@ -25,14 +25,17 @@ WRITE = Write("float16", batch=2, starts=(3, 14))
 CASES: tuple[Attention | Write, ...] = (ATTENTION, SPLIT, WRITE)
 
 
+NOTE = "ASan doesn't fully support makecontext/swapcontext"
+"""Said by AddressSanitizer once a process; the emulation tells it of every switch, which is what it means."""
+
+
 def run(library: Path, sanitizer: Sanitizer, case: Attention | Write) -> str:
     """Run a case; return what the sanitizer reported, and raise AssertionError where the numbers differ."""
     arrays = case.arrays()
     result = emulator.run_sanitized(library, sanitizer, case.launches(), arrays)
     if result.returncode == 0:
         case.check(arrays)
-        assert not result.stderr
-    return result.stderr
+    return "".join(line for line in result.stderr.splitlines(keepends=True) if NOTE not in line)
 
 
 @pytest.mark.parametrize("sanitizer", [ADDRESS, THREAD], ids=["address", "thread"])
@@ -61,6 +64,12 @@ def test_a_missing_barrier_is_a_race(tmp_path: Path, barrier: str, occurrence: i
     sources = changed(tmp_path, "block_attention.cuh", barrier, "", occurrence)
     library = emulator.build(tmp_path / "built", ATTENTION.launches(), THREAD, sources)
     assert "ThreadSanitizer: data race" in run(library, THREAD, ATTENTION)
+
+
+def test_blocks_that_write_the_same_are_a_race(tmp_path: Path) -> None:
+    sources = changed(tmp_path, "ring_write.cuh", "head = blockIdx.y", "head = blockIdx.z")
+    library = emulator.build(tmp_path / "built", WRITE.launches(), THREAD, sources)
+    assert "ThreadSanitizer: data race" in run(library, THREAD, WRITE)
 
 
 @pytest.mark.parametrize(
