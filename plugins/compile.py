@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import ctypes
-import dataclasses
 import hashlib
 import importlib.metadata
 import json
@@ -17,7 +16,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -26,13 +25,6 @@ from dspark.plugins.kernels import SOURCES, Launch
 _PACKAGE = "nvidia-cuda-nvrtc"
 _BUILTINS = re.compile(r"libnvrtc-builtins\.so[.\d]*|nvrtc-builtins64_\d+\.dll")
 _LIBRARY = re.compile(r"libnvrtc\.so[.\d]*|nvrtc64_\d+_\d+\.dll")
-
-_PROPERTIES = re.compile(
-    r"Function properties for (\S+)\s+.*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
-    r".*?Used (\d+) registers([^\n]*)",
-    re.DOTALL,
-)
-_SHARED = re.compile(r"(\d+) bytes smem")
 
 
 class CompilerMissingError(ImportError):
@@ -44,22 +36,12 @@ class CompileError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """One kernel in a cubin: the symbol to load it by, and what the assembler says it uses."""
-
-    symbol: str
-    registers: int
-    stack_bytes: int
-    spill_bytes: int
-    shared_bytes: int
-
-
-@dataclass(frozen=True)
 class Binary:
-    """Machine code for one compute capability, and its kernels by name expression."""
+    """Machine code for one compute capability; the symbol of each kernel by its name expression; what the assembler said they use."""
 
     cubin: bytes
-    kernels: dict[str, Kernel]
+    symbols: dict[str, str]
+    log: str = field(compare=False)
 
 
 def compile_kernels(launches: Iterable[Launch], capability: tuple[int, int], cache_directory: Path | None = None) -> Binary:
@@ -90,19 +72,18 @@ def _read(entry: Path) -> Binary | None:
     """Return a cache entry; none where it is absent, or not what we wrote."""
     try:
         stored = json.loads(entry.read_text())
-        kernels = {name: Kernel(**kernel) for name, kernel in stored["kernels"].items()}
-        return Binary(base64.b64decode(stored["cubin"], validate=True), kernels)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return Binary(base64.b64decode(stored["cubin"], validate=True), dict(stored["symbols"]), stored["log"])
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def _write(entry: Path, binary: Binary) -> None:
     """Write a cache entry whole: processes that compile the same at once replace it by the same."""
-    kernels = {name: dataclasses.asdict(kernel) for name, kernel in binary.kernels.items()}
+    text = json.dumps({"cubin": base64.b64encode(binary.cubin).decode(), "symbols": binary.symbols, "log": binary.log})
     entry.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=entry.parent, prefix=".") as directory:
         whole = Path(directory) / entry.name
-        whole.write_text(json.dumps({"cubin": base64.b64encode(binary.cubin).decode(), "kernels": kernels}))
+        whole.write_text(text)
         os.replace(whole, entry)
 
 
@@ -151,9 +132,7 @@ def _compile(program: str, headers: dict[str, str], names: Sequence[str], option
             _call("nvrtcCompileProgram", handle, len(options), _strings(options))
         except CompileError as error:
             raise CompileError(f"NVRTC {'.'.join(map(str, _version()))} with {' '.join(options)}: {error}\n{_log(handle)}") from None
-        cubin = _output(handle, "CUBIN")
-        symbols = {name: _symbol(handle, name) for name in names}
-        return Binary(cubin, _kernels(symbols, _log(handle)))
+        return Binary(_output(handle, "CUBIN"), {name: _symbol(handle, name) for name in names}, _log(handle))
     finally:
         _call("nvrtcDestroyProgram", ctypes.byref(handle))
 
@@ -174,11 +153,3 @@ def _symbol(handle: ctypes.c_void_p, name: str) -> str:
     symbol = ctypes.c_char_p()
     _call("nvrtcGetLoweredName", handle, name.encode(), ctypes.byref(symbol))
     return (symbol.value or b"").decode()
-
-
-def _kernels(symbols: dict[str, str], log: str) -> dict[str, Kernel]:
-    used = {}
-    for symbol, stack, stores, loads, registers, rest in _PROPERTIES.findall(log):
-        shared = _SHARED.search(rest)
-        used[symbol] = Kernel(symbol, int(registers), int(stack), int(stores) + int(loads), int(shared[1]) if shared else 0)
-    return {name: used[symbol] for name, symbol in symbols.items()}

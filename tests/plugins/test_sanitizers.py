@@ -6,6 +6,7 @@ other numbers or leave their buffers.
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
 
@@ -44,6 +45,15 @@ def test_sanitized(tmp_path: Path, sanitizer: Sanitizer) -> None:
     library = emulator.build(tmp_path, launches, sanitizer, parts=2)
     for case in CASES:
         assert run(library, sanitizer, case) == ""
+
+
+def test_launches_ask_for_the_shared_memory_that_the_kernel_uses(tmp_path: Path) -> None:
+    """The weights' last 32 bytes are padding; with 48 bytes less than asked for, a weight lies outside."""
+    (launch,) = ATTENTION.launches()
+    library = emulator.build(tmp_path, [launch], ADDRESS)
+    short = dataclasses.replace(launch, shared_bytes=launch.shared_bytes - 48)
+    result = emulator.run_sanitized(library, ADDRESS, [short], ATTENTION.arrays())
+    assert "AddressSanitizer: heap-buffer-overflow" in result.stderr
 
 
 def changed(directory: Path, source: str, old: str, new: str, occurrence: int = 0) -> Path:
