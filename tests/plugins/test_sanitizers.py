@@ -76,6 +76,13 @@ def test_a_missing_barrier_is_a_race(tmp_path: Path, barrier: str, occurrence: i
     assert "ThreadSanitizer: data race" in run(library, THREAD, ATTENTION)
 
 
+def test_a_barrier_that_some_threads_miss_is_reported(tmp_path: Path) -> None:
+    sources = changed(tmp_path, "block_attention.cuh", "__syncthreads();", "if (lane == 0) __syncthreads();")
+    library = emulator.build(tmp_path / "built", ATTENTION.launches(), NONE, sources)
+    with pytest.raises(RuntimeError, match="wait at a barrier that others never reach"):
+        emulator.run(library, ATTENTION.launches(), ATTENTION.arrays())
+
+
 def test_blocks_that_write_the_same_are_a_race(tmp_path: Path) -> None:
     sources = changed(tmp_path, "ring_write.cuh", "head = blockIdx.y", "head = blockIdx.z")
     library = emulator.build(tmp_path / "built", WRITE.launches(), THREAD, sources)
