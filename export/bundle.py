@@ -15,11 +15,12 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 
+from dspark.export.build import BuildOptions, BuildPlan, EngineBuilder
 from dspark.export.check import check_graph, check_references
 from dspark.export.checkpoint import Checkpoint
 from dspark.export.graphs import GraphPlan, build_graphs
 from dspark.export.pair import Pair, load_pair
-from dspark.export.weights import Weights, check_finite
+from dspark.export.weights import WANTED, Weights, check_finite
 from dspark.export.write import atomic_directory, check_output, record_files
 from dspark.plugins.contract import VERSION as OPS_CONTRACT
 from dspark.runtime.bundle import (
@@ -58,6 +59,7 @@ class ExportOptions:
     debug_outputs: bool = False
     opset: int = OPSETS[0]
     overwrite: bool = False
+    build: BuildOptions | None = None
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,9 @@ def export_bundle(
     progress.step("reading the checkpoints")
     pair = load_pair(target, drafter, options.mask_token_id)
     plan, limits = resolve(pair, options)
+    rings = ring_capacity(min(plan.window, limits.max_seq_len), plan.num_speculative_tokens)
+    caches = cache_capacity(limits.max_seq_len, plan.num_speculative_tokens)
+    builder = None if options.build is None else EngineBuilder(options.build, _build_plan(plan, limits, rings, caches))
     if options.check_finite:
         progress.step("checking that all weights are finite")
         check_finite(pair.target_tensors | {f"drafter.{name}": t for name, t in pair.drafter_tensors.items()})
@@ -101,6 +106,7 @@ def export_bundle(
         for name in TOKENIZER_FILES:
             if (target / name).exists():
                 shutil.copyfile(target / name, scratch / name)
+        engines = {} if builder is None else builder.build(scratch, Path(record.root or scratch), progress.step)
         manifest = Manifest(
             format_version=FORMAT_VERSION,
             dspark_version=version("dspark"),
@@ -111,14 +117,15 @@ def export_bundle(
             drafter=plan.drafter,
             num_speculative_tokens=plan.num_speculative_tokens,
             window=plan.window,
-            ring_capacity=ring_capacity(min(plan.window, limits.max_seq_len), plan.num_speculative_tokens),
-            cache_capacity=cache_capacity(limits.max_seq_len, plan.num_speculative_tokens),
+            ring_capacity=rings,
+            cache_capacity=caches,
             limits=limits,
             conventions=Conventions(plan.num_speculative_tokens, plan.num_speculative_tokens + 1),
             debug_outputs=plan.debug_outputs,
             weights=record,
             checkpoints={"target": _identity(pair.target_checkpoint), "drafter": _identity(pair.drafter_checkpoint)},
             files=record_files(scratch),
+            engines=engines,
         )
         (scratch / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
     return manifest
@@ -131,7 +138,11 @@ def resolve(pair: Pair, options: ExportOptions) -> tuple[GraphPlan, Limits]:
     longest = pair.target.max_position_embeddings if options.max_seq_len is None else options.max_seq_len
     window = longest if options.ctx_window == "full" else int(options.ctx_window)
     limits = Limits(options.max_batch_size, longest, options.max_chunk)
-    dtype = "fp32" if options.dtype == "auto" else options.dtype
+    dtype = options.dtype
+    if dtype == "auto":
+        # The CPU wants float32; TensorRT computes in what the checkpoint holds.
+        stored = {kind: name for name, kind in WANTED.items()}
+        dtype = "fp32" if options.build is None else stored[pair.target_tensors["embed_tokens.weight"].dtype]
     checks = [
         (1 <= k <= block, f"num_speculative_tokens is {k}, expected 1..{block} (the drafter's block)"),
         (window >= block + 2, f"ctx_window is {window}, the minimum is {block + 2} (block + 2)"),
@@ -149,6 +160,11 @@ def resolve(pair: Pair, options: ExportOptions) -> tuple[GraphPlan, Limits]:
     if faults:
         raise ConfigError(f"this export cannot be done as asked:{numbered(faults)}")
     return GraphPlan(pair.target, pair.drafter, k, window, dtype, options.opset, options.debug_outputs), limits
+
+
+def _build_plan(plan: GraphPlan, limits: Limits, rings: int, caches: int) -> BuildPlan:
+    sizes = {"R": rings, "S": caches}
+    return BuildPlan(plan.target, plan.drafter, plan.signatures, plan.dtype, plan.num_speculative_tokens, limits, sizes)
 
 
 def _write_graph(model: ir.Model, path: Path, plan: GraphPlan, *, root: str | None) -> None:

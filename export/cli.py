@@ -14,10 +14,15 @@ import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dspark.runtime.bundle import DTYPES, Manifest
+from dspark.runtime.engines import FLAVOURS
 from dspark.runtime.errors import DSparkError, ExportError
 from dspark.runtime.terminal import ProgressLine
+
+if TYPE_CHECKING:
+    from dspark.export.build import BuildOptions
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -53,9 +58,10 @@ def _run(args: argparse.Namespace, line: ProgressLine) -> int:
     except ImportError as error:
         raise ExportError(f'the exporter\'s packages are missing ({error}): pip install "dspark[export]"') from error
     names = set(ExportOptions.__dataclass_fields__)
-    if args.verify and args.dtype == "bf16":
+    build = _build_options(args)
+    if args.verify and (args.dtype == "bf16" or (build is not None and args.dtype == "auto")):
         raise ExportError("--verify runs on the CPU, which has no bf16 kernels: verify an export with --dtype fp32 instead")
-    options = ExportOptions(**{name: value for name, value in vars(args).items() if name in names})
+    options = ExportOptions(**{name: value for name, value in vars(args).items() if name in names}, build=build)
     progress = Progress(line.show, lambda done, total: line.show(f"writing weights {done / total:4.0%} of {total / 1e9:.2f} GB"))
     if args.verbose:
         progress = Progress(lambda text: line.log(f"{time.perf_counter() - began:6.1f} s  {text}"), progress.weights)
@@ -81,6 +87,36 @@ def _run(args: argparse.Namespace, line: ProgressLine) -> int:
     return 1 if failed else 0
 
 
+def _build_options(args: argparse.Namespace) -> BuildOptions | None:
+    """Return what the arguments say of engines; None without a TensorRT backend. Raises ConfigError or EngineError."""
+    from dspark.export.build import BuildOptions, parse_pools
+    from dspark.export.flavour import parse_capabilities
+    from dspark.export.profiles import KINDS, parse_shapes
+
+    texts = {kind: getattr(args, kind) for kind in KINDS}
+    if args.backend == "onnxruntime":
+        named = [*(f"--{kind}" for kind in KINDS if texts[kind]), *(f for f, value in _engine_arguments(args).items() if value)]
+        if named:
+            raise ExportError(f"{', '.join(named)} are about engines: add --backend tensorrt or tensorrt-rtx")
+        return None
+    return BuildOptions(
+        flavour=args.backend,
+        compute_capabilities=parse_capabilities(args.compute_capability) if args.compute_capability else (),
+        shapes=tuple((kind, parse_shapes(text)) for kind, text in texts.items() if text),
+        workspace=parse_pools(args.memPoolSize) if args.memPoolSize else None,
+        optimization_level=args.builderOptimizationLevel,
+        timing_cache=args.timingCacheFile,
+        hardware_compatibility=args.hardwareCompatibilityLevel or "none",
+        version_compatible=args.versionCompatible,
+        strip_weights=args.strip_weights,
+    )
+
+
+def _engine_arguments(args: argparse.Namespace) -> dict[str, object]:
+    names = ("compute_capability", "memPoolSize", "builderOptimizationLevel", "timingCacheFile", "hardwareCompatibilityLevel")
+    return {f"--{name.replace('_', '-')}": getattr(args, name) for name in (*names, "versionCompatible", "strip_weights")}
+
+
 def _summary(output: Path, manifest: Manifest, seconds: float) -> str:
     written = sum(record.size for record in manifest.files.values())
     place = f"by reference from {manifest.weights.root}" if manifest.weights.root else "in the bundle"
@@ -99,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("drafter", type=Path, help="directory of its DSpark drafter")
     parser.add_argument("output", type=Path, help="bundle directory to write")
     models = parser.add_argument_group("model")
-    models.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="dtype of the graphs (default auto: fp32, for the CPU)")
+    models.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="dtype of the graphs (default auto: fp32, for the CPU; the checkpoint's for engines)")
     models.add_argument(
         "--num-speculative-tokens", type=int, metavar="N", help="proposals a round, 1..block (default: the drafter's block)"
     )
@@ -119,6 +155,23 @@ def _parser() -> argparse.ArgumentParser:
     files.add_argument("--check-finite", action="store_true", help="read all weights and refuse infinities and NaN")
     files.add_argument("--opset", type=int, default=24, help="ONNX opset, 24 or 25 (default 24)")
     files.add_argument("--overwrite", action="store_true", help="replace a bundle that is already at OUTPUT")
+    engines = parser.add_argument_group("engines", "spelled as trtexec spells them where it has the option")
+    engines.add_argument(
+        "--backend", choices=("onnxruntime", *FLAVOURS), default="onnxruntime", help="also build engines (default onnxruntime: none)"
+    )
+    engines.add_argument(
+        "--compute-capability", metavar="8.9,12.0", help="devices to build for (default: the one present); tensorrt-rtx needs none present"
+    )
+    for kind, what in (("minShapes", "least"), ("optShapes", "most usual"), ("maxShapes", "largest")):
+        engines.add_argument(f"--{kind}", metavar="NAME:1x8,..", help=f"{what} shapes of a round (default: from the limits)")
+    engines.add_argument("--memPoolSize", metavar="workspace:SIZE", help="most scratch memory, in MiB or with a suffix B, K, M, G")
+    engines.add_argument("--builderOptimizationLevel", type=int, choices=range(6), help="time the builder may take, 0..5")
+    engines.add_argument("--timingCacheFile", type=Path, metavar="FILE", help="timings to read and to add to")
+    engines.add_argument(
+        "--hardwareCompatibilityLevel", choices=("none", "ampere_plus", "same_compute_capability"), help="other devices an engine may run on"
+    )
+    engines.add_argument("--versionCompatible", action="store_true", help="engines that later versions of TensorRT load")
+    engines.add_argument("--strip-weights", action="store_true", help="engines without weights, which are filled in from the bundle")
     output = parser.add_argument_group("output")
     output.add_argument("--verify", action="store_true", help="compare the bundle with torch on random input; exit 1 on a difference")
     output.add_argument("--json", action="store_true", help="print a machine-readable summary")

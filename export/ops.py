@@ -13,7 +13,7 @@ from dspark.plugins.contract import BLOCK_ATTENTION, CACHED_ATTENTION, PLUGIN_AT
 
 
 def _node(operator: Operator, inputs: tuple[Tensor, ...], like: Tensor, **attributes: float | int) -> Tensor:
-    assert tuple(attributes) == operator.attributes
+    assert list(attributes) == list(operator.attributes)
     extra = PLUGIN_ATTRIBUTES if operator.plugin else {}
     return torch.onnx.ops.symbolic(operator.qualified_name, inputs, {**attributes, **extra}, dtype=like.dtype, shape=like.shape, version=1)
 

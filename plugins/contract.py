@@ -10,7 +10,7 @@ Q stacked query rows
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 DOMAIN = "dspark"
 
@@ -21,15 +21,23 @@ PLUGIN_ATTRIBUTES = {"plugin_version": "1", "plugin_namespace": DOMAIN}
 """Attributes that make TensorRT's parser prefer a registered plugin to the node's function (onnx-tensorrt 10.15 and later)."""
 
 
+FLOATS = ("fp32", "fp16", "bf16")
+"""Dtypes of a graph: every input and output of an operator has the graph's, those named in `Operator.dtypes` excepted."""
+
+
 @dataclass(frozen=True)
 class Operator:
-    """One operator: inputs and outputs by name with their shapes, attributes by name, and the input an output aliases."""
+    """One operator: inputs and outputs by name with their shapes, attributes by name with their type, the input an output aliases.
+
+    `dtypes` names the inputs that are not of the graph's dtype.
+    """
 
     name: str
     inputs: dict[str, str]
     outputs: dict[str, str]
-    attributes: tuple[str, ...] = ()
-    aliases: dict[str, str] | None = None
+    attributes: dict[str, type] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    dtypes: dict[str, str] = field(default_factory=dict)
     plugin: bool = False
 
     @property
@@ -43,6 +51,7 @@ RING_WRITE = Operator(
     inputs={"ring": "B,G,R,D", "rows": "B,G,N,D", "start": "B"},
     outputs={"updated": "B,G,R,D"},
     aliases={"updated": "ring"},
+    dtypes={"start": "int64"},
     plugin=True,
 )
 """Row i goes to slot (start + i) mod R; other slots keep their value. N <= R."""
@@ -59,7 +68,8 @@ BLOCK_ATTENTION = Operator(
         "first": "B",
     },
     outputs={"attended": "B,Hq,T,D"},
-    attributes=("scale", "window", "heads", "kv_heads", "head_dim"),
+    attributes={"scale": float, "window": int, "heads": int, "kv_heads": int, "head_dim": int},
+    dtypes={"total": "int64", "first": "int64"},
     plugin=True,
 )
 """Softmax over the visible ring slots and all T block rows; no mask inside the block.
@@ -73,7 +83,8 @@ CACHED_ATTENTION = Operator(
     name="CachedAttention",
     inputs={"query": "B,Hq,N,D", "key_cache": "B,G,S,D", "value_cache": "B,G,S,D", "start": "B", "visible": "B,1,Q,S"},
     outputs={"attended": "B,Hq,N,D"},
-    attributes=("scale", "heads", "kv_heads", "head_dim"),
+    attributes={"scale": float, "heads": int, "kv_heads": int, "head_dim": int},
+    dtypes={"start": "int64", "visible": "bool"},
 )
 """Row i attends to the cache slots 0..start + i. The softmax is computed in float32. No plugin: backends lower it.
 
@@ -82,3 +93,5 @@ query heads in turn): engines that want a mask compute it once for all layers, e
 """
 
 OPERATORS = (RING_WRITE, BLOCK_ATTENTION, CACHED_ATTENTION)
+
+PLUGINS = tuple(operator for operator in OPERATORS if operator.plugin)

@@ -15,11 +15,12 @@ from typing import Any
 
 from dspark.plugins.contract import VERSION as OPS_CONTRACT
 from dspark.runtime.config import DrafterConfig, TargetConfig
+from dspark.runtime.engines import EngineRecord, engine_path, record_faults
 from dspark.runtime.errors import BundleError, LimitError, numbered
 from dspark.runtime.graphs import GRAPHS, cache_capacity, ring_capacity
 from dspark.runtime.parse import parse
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MANIFEST = "manifest.json"
 WEIGHTS = "weights/model.safetensors"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
@@ -111,6 +112,8 @@ class Manifest:
     weights: Weights
     checkpoints: dict[str, CheckpointRecord]
     files: dict[str, FileRecord]
+    engines: dict[str, EngineRecord]
+    """Compiled engines by the name of their directory below `engines/`."""
 
     def to_json(self) -> str:
         """Return the manifest as it is written; equal manifests give equal bytes."""
@@ -127,6 +130,10 @@ class Bundle:
     def graph_path(self, graph: str) -> Path:
         """Path of a graph's ONNX file."""
         return self.directory / f"{graph}.onnx"
+
+    def engine_path(self, engine: str, graph: str) -> Path:
+        """Path of a graph's compiled engine in the directory `engine` of the manifest."""
+        return self.directory / engine_path(engine, graph)
 
 
 def load_bundle(directory: Path | str, *, references: bool = True) -> Bundle:
@@ -234,7 +241,10 @@ def _value_faults(m: Manifest) -> list[str]:
     ]
     faults = [fault for holds, fault in checks if not holds]
     needed = [f"{graph}.onnx" for graph in GRAPHS] + ([WEIGHTS] if m.weights.root is None else [])
+    needed += [engine_path(name, graph) for name in m.engines for graph in GRAPHS]
     faults += [f"files lacks {name}" for name in needed if name not in m.files]
+    for name, record in m.engines.items():
+        faults += record_faults(name, record, GRAPHS, m.ring_capacity, m.cache_capacity)
     if m.weights.root is not None and not Path(m.weights.root).is_absolute():
         faults.append(f"weights.root is {m.weights.root!r}, expected an absolute path")
     inside = [*m.files, *m.weights.files]

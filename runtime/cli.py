@@ -274,6 +274,9 @@ def _describe_bundle(bundle: Bundle) -> str:
         ("limits", f"{limits.max_batch_size} requests, {limits.max_seq_len} tokens each, prefill chunks of {limits.max_chunk}"),
         ("state", f"at most {caches / 1e6:.1f} MB of caches and {rings / 1e6:.1f} MB of rings a request"),
     ]
+    for name, engine in m.engines.items():
+        kind = ", without weights" if engine.weights_stripped else ""
+        rows.append(("engines", f"{name}: {engine.flavour} {engine.version}, compute capability {engine.compute_capability}{kind}"))
     if m.debug_outputs:
         rows.append(("debug", "block hidden states and corrected logits are outputs"))
     return "\n".join(f"{name:<10} {text}" for name, text in rows)
