@@ -27,7 +27,6 @@ from dspark.runtime.engines import EngineGraph, EngineProfile, EngineRecord, eng
 from dspark.runtime.errors import EngineError
 from dspark.runtime.graphs import Signature
 
-
 _UNITS = {"B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -64,12 +63,11 @@ class EngineBuilder:
 
     def __init__(self, options: BuildOptions, plan: BuildPlan) -> None:
         self._options, self._plan = options, plan
-        self._profiles = make_profiles(
-            plan.signatures, plan.limits, plan.num_speculative_tokens, plan.capacities, dict(options.shapes)
-        )
+        self._profiles = make_profiles(plan.signatures, plan.limits, plan.num_speculative_tokens, plan.capacities, dict(options.shapes))
         if plan.drafter.head_dim not in kernels.HEAD_DIMS:
             dims = ", ".join(map(str, kernels.HEAD_DIMS))
             raise EngineError(f"the drafter's head_dim is {plan.drafter.head_dim}, for which there are no kernels: expected one of {dims}")
+        self._check_options()
         self._trt = load_module(options.flavour)
         self._capabilities = self._resolve_capabilities()
 
@@ -163,6 +161,15 @@ class EngineBuilder:
         scratch = path.with_name(path.name + ".new")
         scratch.write_bytes(bytes(config.get_timing_cache().serialize()))
         os.replace(scratch, path)
+
+    def _check_options(self) -> None:
+        """Refuse what TensorRT-RTX was seen to fail at only in the middle of a build (1.7.1)."""
+        if self._options.flavour != "tensorrt-rtx":
+            return
+        if self._options.version_compatible:
+            raise EngineError("--versionCompatible needs the lean runtime, which tensorrt-rtx does not have: use --backend tensorrt")
+        if self._options.strip_weights and device_capability() is None:
+            raise EngineError("--strip-weights makes tensorrt-rtx ask for a CUDA device, and there is none here: build with the weights")
 
     def _resolve_capabilities(self) -> tuple[str, ...]:
         """Return the compute capabilities to build for: those asked, else the device's. Only RTX builds for absent devices."""

@@ -135,7 +135,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("drafter", type=Path, help="directory of its DSpark drafter")
     parser.add_argument("output", type=Path, help="bundle directory to write")
     models = parser.add_argument_group("model")
-    models.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="dtype of the graphs (default auto: fp32, for the CPU; the checkpoint's for engines)")
+    models.add_argument(
+        "--dtype",
+        choices=("auto", *DTYPES),
+        default="auto",
+        help="dtype of the graphs (default auto: fp32, for the CPU; the checkpoint's for engines)",
+    )
     models.add_argument(
         "--num-speculative-tokens", type=int, metavar="N", help="proposals a round, 1..block (default: the drafter's block)"
     )
@@ -168,7 +173,9 @@ def _parser() -> argparse.ArgumentParser:
     engines.add_argument("--builderOptimizationLevel", type=int, choices=range(6), help="time the builder may take, 0..5")
     engines.add_argument("--timingCacheFile", type=Path, metavar="FILE", help="timings to read and to add to")
     engines.add_argument(
-        "--hardwareCompatibilityLevel", choices=("none", "ampere_plus", "same_compute_capability"), help="other devices an engine may run on"
+        "--hardwareCompatibilityLevel",
+        choices=("none", "ampere_plus", "same_compute_capability"),
+        help="other devices an engine may run on",
     )
     engines.add_argument("--versionCompatible", action="store_true", help="engines that later versions of TensorRT load")
     engines.add_argument("--strip-weights", action="store_true", help="engines without weights, which are filled in from the bundle")

@@ -92,7 +92,10 @@ def _lower_attention(graph: onnx.GraphProto, dtype: int) -> None:
         rows = once("Shape", [query], f"{start}.trt.rows", start=2, end=3)
         lengths = once("Cast", [once("Add", [start, rows], f"{start}.trt.lengths64")], f"{start}.trt.lengths", to=TensorProto.INT32)
         scaled = once("Mul", [query, factor], f"{node.name}.trt.query")
-        attributes = {"causal_kind": "lower_right", "query_form": "padded_bhnd", "kv_form": "padded_bhnd"}
+        attributes: dict[str, str | int] = {"causal_kind": "lower_right", "query_form": "padded_bhnd", "kv_form": "padded_bhnd"}
+        if dtype == TensorProto.FLOAT:
+            # There are no fused float32 kernels; in other dtypes an attention that cannot be fused fails the build.
+            attributes["TRT_decomposable"] = 1
         inputs = [scaled, keys, values, "", "", lengths]
         nodes.append(helper.make_node(ATTENTION, inputs, list(node.output), name=node.name, domain=TRT_DOMAIN, **attributes))
     del graph.node[:]

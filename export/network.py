@@ -12,8 +12,8 @@ from typing import Any
 
 import onnx
 
+from dspark.plugins import registry
 from dspark.plugins.contract import BLOCK_ATTENTION, RING_WRITE
-from dspark.plugins.registry import check_registered, register
 from dspark.plugins.rules import PluginError
 from dspark.runtime.config import DrafterConfig, TargetConfig
 from dspark.runtime.errors import EngineError, numbered
@@ -43,7 +43,7 @@ class Network:
     def __init__(self, trt: Any, graph: str, *, plugins: bool = True) -> None:
         self.trt, self.graph = trt, graph
         if plugins:
-            register(trt)
+            registry.register(trt)
         self.log = _log(trt)
         self.builder = trt.Builder(self.log)
         flags = trt.NetworkDefinitionCreationFlag
@@ -56,12 +56,15 @@ class Network:
         """Parse a lowered model whose weights lie below `folder`. Raises EngineError if anything is not as meant."""
         if {RING_WRITE.name, BLOCK_ATTENTION.name} & expected.keys():
             try:
-                check_registered(self.trt)
+                registry.check_registered(self.trt)
             except PluginError as error:
                 raise EngineError(f"graph {self.graph}: {error}") from error
+        registry.faults.clear()
         if not self._parser.parse(model.SerializeToString(), str(folder / f"{self.graph}.onnx")):
             errors = [self._parser.get_error(i) for i in range(self._parser.num_errors)]
-            faults = dict.fromkeys([*(f"{e.node_name()} ({e.node_operator()}): {e.desc()}" for e in errors), *self.log.errors])
+            faults = dict.fromkeys(
+                [*registry.faults, *(f"{e.node_name()} ({e.node_operator()}): {e.desc()}" for e in errors), *self.log.errors]
+            )
             raise EngineError(f"{self.trt.__name__} {self.trt.__version__} does not parse graph {self.graph}:{numbered(faults)}")
         faults_found = [*self._layer_faults(expected), *self._tensor_faults(signature, dtype)]
         if faults_found:

@@ -41,7 +41,9 @@ class Prepared:
     function: Any
 
 
-def plan(operator: Operator, dtype: str, sizes: Mapping[str, int], attributes: Mapping[str, Any], multiprocessors: int) -> tuple[Launch, ...]:
+def plan(
+    operator: Operator, dtype: str, sizes: Mapping[str, int], attributes: Mapping[str, Any], multiprocessors: int
+) -> tuple[Launch, ...]:
     """Return the launches that compute an operator."""
     from dspark.plugins import kernels
 
@@ -87,7 +89,9 @@ def launch(prepared: Sequence[Prepared], addresses: Mapping[str, int], stream: i
         arguments = kernel.arguments(addresses)
         # The value of a null pointer is None in ctypes.
         values, kinds = tuple(argument.value or 0 for argument in arguments), tuple(type(argument) for argument in arguments)
-        _check(driver.cuLaunchKernel(one.function, *kernel.grid, *kernel.block, kernel.shared_bytes, stream, (values, kinds), 0), kernel.kernel)
+        _check(
+            driver.cuLaunchKernel(one.function, *kernel.grid, *kernel.block, kernel.shared_bytes, stream, (values, kinds), 0), kernel.kernel
+        )
 
 
 def _functions(launches: Sequence[Launch], capability: str) -> list[Any]:

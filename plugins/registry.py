@@ -6,7 +6,8 @@ shapes, dtypes and attributes (`plugins.rules` reads them off the contract) nor 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,22 @@ _INTERFACES = ("IPluginV3", "IPluginV3OneCore", "IPluginV3OneBuildV2", "IPluginV
 
 _registered: dict[str, list[Any]] = {}
 """Creators by module name: TensorRT keeps no reference to a Python creator."""
+
+
+faults: list[str] = []
+"""What plugins refused since a caller last cleared it: TensorRT prints an exception of a callback and reports only that there was one."""
+
+
+def _noted(callback: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(callback)
+    def call(*arguments: Any) -> Any:
+        try:
+            return callback(*arguments)
+        except PluginError as error:
+            faults.append(str(error))
+            raise
+
+    return call
 
 
 class _Plugin:
@@ -55,6 +72,7 @@ class _Plugin:
     def get_output_data_types(self, inputs: Sequence[Any]) -> list[Any]:
         return [inputs[0]] * self.num_outputs
 
+    @_noted
     def get_output_shapes(self, inputs: Sequence[Any], _shape_inputs: Any, _builder: Any) -> list[Any]:
         shapes = [[d.get_constant_value() if d.is_constant() else None for d in shape] for shape in inputs]
         check_agreement(self.operator, self.attributes, sizes(self.operator, shapes))
@@ -77,6 +95,7 @@ class _Plugin:
         source = self.operator.aliases.get(list(self.operator.outputs)[output])
         return -1 if source is None else list(self.operator.inputs).index(source)
 
+    @_noted
     def configure_plugin(self, inputs: Sequence[Any], _outputs: Sequence[Any]) -> None:
         """Check the largest shapes of the profile."""
         exact_sizes(self.operator, [tuple(tensor.max) for tensor in inputs])
@@ -91,14 +110,14 @@ class _Plugin:
         known = exact_sizes(self.operator, [tuple(tensor.max) for tensor in inputs])
         return launch.workspace(self.operator, _DTYPES[inputs[0].desc.type.name], known, self.attributes)
 
+    @_noted
     def on_shape_change(self, inputs: Sequence[Any], _outputs: Sequence[Any]) -> None:
         """Choose and compile the kernels, so that `enqueue` only launches."""
         known = exact_sizes(self.operator, [tuple(tensor.dims) for tensor in inputs])
         self._launches = launch.prepare(self.operator, _DTYPES[inputs[0].type.name], known, self.attributes)
 
-    def enqueue(
-        self, _in: Any, _out: Any, inputs: Sequence[int], outputs: Sequence[int], workspace: int, stream: int
-    ) -> None:
+    @_noted
+    def enqueue(self, _in: Any, _out: Any, inputs: Sequence[int], outputs: Sequence[int], workspace: int, stream: int) -> None:
         names = [*self.operator.inputs, *self.operator.outputs, launch.WORKSPACE]
         launch.launch(self._launches, dict(zip(names, [*inputs, *outputs, workspace], strict=True)), stream)
 
@@ -116,6 +135,7 @@ class _Creator:
         kinds = self.plugin.operator.attributes.items()
         self.field_names = self.trt.PluginFieldCollection([_field(self.trt, name, kind) for name, kind in kinds])
 
+    @_noted
     def create_plugin(self, _name: str, fields: Any, _phase: Any) -> _Plugin:
         """Raises PluginError, which TensorRT logs, with each attribute that is missing or of a wrong type."""
         given = {field.name: np.asarray(field.data).reshape(-1)[0].item() for field in fields}
@@ -162,4 +182,3 @@ def _listing(trt: Any) -> str:
 def _field(trt: Any, name: str, kind: type, value: float | None = None) -> Any:
     dtype, code = (np.float32, trt.PluginFieldType.FLOAT32) if kind is float else (np.int64, trt.PluginFieldType.INT64)
     return trt.PluginField(name, np.array([] if value is None else [value], dtype), code)
-

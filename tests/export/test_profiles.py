@@ -79,5 +79,7 @@ def test_choice_of_a_profile() -> None:
     engine = EngineGraph(0, profiles()["target"])
     assert engine.profile({"B": 1, "N": 64, "M": 1}) == 0
     assert engine.profile({"B": 4, "N": 8, "M": 8, "S": 528}) == 1
-    with pytest.raises(LimitError, match=r"(?s)prefill: B = 5, the engine was built for 1..1.*decode: B = 5, the engine was built for 1..4"):
+    with pytest.raises(
+        LimitError, match=r"(?s)prefill: B = 5, the engine was built for 1..1.*decode: B = 5, the engine was built for 1..4"
+    ):
         engine.profile({"B": 5, "N": 8, "M": 8})
