@@ -163,9 +163,11 @@ class EngineBuilder:
         os.replace(scratch, path)
 
     def _check_options(self) -> None:
-        """Refuse what TensorRT-RTX was seen to fail at only in the middle of a build (1.7.1)."""
+        """Refuse what TensorRT-RTX 1.7.1 was seen to ignore, or to fail at in the middle of a build."""
         if self._options.flavour != "tensorrt-rtx":
             return
+        if self._options.timing_cache is not None:
+            raise EngineError("--timingCacheFile does nothing with tensorrt-rtx, which times kernels where they run: leave it out")
         if self._options.version_compatible:
             raise EngineError("--versionCompatible needs the lean runtime, which tensorrt-rtx does not have: use --backend tensorrt")
         if self._options.strip_weights and device_capability() is None:

@@ -62,9 +62,8 @@ class Network:
         registry.faults.clear()
         if not self._parser.parse(model.SerializeToString(), str(folder / f"{self.graph}.onnx")):
             errors = [self._parser.get_error(i) for i in range(self._parser.num_errors)]
-            faults = dict.fromkeys(
-                [*registry.faults, *(f"{e.node_name()} ({e.node_operator()}): {e.desc()}" for e in errors), *self.log.errors]
-            )
+            told = [f"{e.node_name()} ({e.node_operator()}): {e.desc()}" for e in errors]
+            faults = dict.fromkeys([*registry.faults, *told, *self.log.errors])
             raise EngineError(f"{self.trt.__name__} {self.trt.__version__} does not parse graph {self.graph}:{numbered(faults)}")
         faults_found = [*self._layer_faults(expected), *self._tensor_faults(signature, dtype)]
         if faults_found:

@@ -50,7 +50,7 @@ def plan(
     if operator is RING_WRITE:
         return (kernels.ring_write(_KERNEL_DTYPES[dtype], *(sizes[letter] for letter in ("B", "G", "R", "N", "D"))),)
     assert operator is BLOCK_ATTENTION
-    rows = (sizes[letter] for letter in ("B", "Hq", "G", "T", "R", "D"))
+    rows = sizes["B"], sizes["Hq"], sizes["G"], sizes["T"], sizes["R"], sizes["D"]
     most = min(multiprocessors, MOST_MULTIPROCESSORS)
     return kernels.block_attention(_KERNEL_DTYPES[dtype], *rows, attributes["window"], attributes["scale"], most)
 
@@ -64,7 +64,7 @@ def workspace(operator: Operator, dtype: str, sizes: Mapping[str, int], attribut
 
     if operator is not BLOCK_ATTENTION:
         return 0
-    rows = [sizes[letter] for letter in ("Hq", "G", "T", "R", "D")]
+    rows = sizes["Hq"], sizes["G"], sizes["T"], sizes["R"], sizes["D"]
     return max(
         kernels.block_attention_workspace(_KERNEL_DTYPES[dtype], batch, *rows, attributes["window"], MOST_MULTIPROCESSORS)
         for batch in range(1, sizes["B"] + 1)

@@ -83,6 +83,7 @@ def make_bundle(directory: Path, *, reference: Path | None = None) -> Manifest:
         weights=weights,
         checkpoints={"target": record, "drafter": record},
         files={name: record_file(directory / name) for name in inside},
+        engines={},
     )
     (directory / "manifest.json").write_text(manifest.to_json(), encoding="utf-8")
     return manifest
@@ -184,6 +185,7 @@ def test_state_bytes() -> None:
         Conventions(7, 8),
         False,
         Weights(None, {}),
+        {},
         {},
         {},
     )
