@@ -36,7 +36,7 @@ BAD_REASONS = {
     "list": ["has format version None"],
     "null": ["has format version None"],
     "not_a_number": ["rope_theta"],
-    "other_version": ["has format version 3"],
+    "other_version": ["has format version 4"],
     "overflowing_float": ["rope_theta"],
     "version_only": ["manifest.target is missing", "manifest.files is missing"],
     "wrong_shapes": ["manifest.target is", "manifest.files is", "manifest.weights is", "manifest.checkpoints.drafter is"],
@@ -220,17 +220,17 @@ def test_manifest_of_another_encoding(whole: Path, content: bytes) -> None:
     assert "is not JSON" in refused(whole)
 
 
-@pytest.mark.parametrize("version", [0, 1, 3, "2", None, [2], True, DELETE])
+@pytest.mark.parametrize("version", [0, 2, 4, "3", None, [3], True, DELETE])
 def test_other_format_version(whole: Path, version: object) -> None:
     edit(whole, {"format_version": version, "window": "wide", "new": 1})
     message = refused(whole)
-    assert f"has format version {None if version is DELETE else version!r}, this dspark reads 2: export the bundle again" in message
+    assert f"has format version {None if version is DELETE else version!r}, this dspark reads 3: export the bundle again" in message
     assert "window" not in message
 
 
-def test_format_version_that_only_equals_2(whole: Path) -> None:
-    edit(whole, {"format_version": 2.0})
-    assert faults(whole) == ["manifest.format_version is 2.0, expected int"]
+def test_format_version_that_only_equals_3(whole: Path) -> None:
+    edit(whole, {"format_version": 3.0})
+    assert faults(whole) == ["manifest.format_version is 3.0, expected int"]
 
 
 @pytest.mark.parametrize(
