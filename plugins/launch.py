@@ -119,9 +119,9 @@ def _load(launches: Sequence[Launch], device: int | None, capability: str) -> No
 
     major, minor = capability.split(".")
     binary = compile_kernels(launches, (int(major), int(minor)))
-    (module,) = _check(driver.cuModuleLoadData(binary.cubin), ", ".join(binary.kernels))
-    for name, kernel in binary.kernels.items():
-        (_loaded[device, name],) = _check(driver.cuModuleGetFunction(module, kernel.symbol.encode()), name)
+    (module,) = _check(driver.cuModuleLoadData(binary.cubin), ", ".join(binary.symbols))
+    for name, symbol in binary.symbols.items():
+        (_loaded[device, name],) = _check(driver.cuModuleGetFunction(module, symbol.encode()), name)
 
 
 def _check(result: tuple[Any, ...], name: str) -> tuple[Any, ...]:

@@ -42,14 +42,14 @@ def test_command(command: str) -> None:
 
 
 def test_export_options_are_all_described() -> None:
-    described = set(re.findall(r"`(--[a-z-]+)", README)) | set(re.findall(r"(--[a-z-]+)", README))
+    described = set(re.findall(r"`(--[a-zA-Z-]+)", README)) | set(re.findall(r"(--[a-zA-Z-]+)", README))
     assert options_of(export_cli._parser()) - {"--version", "--help", "--quiet", "--verbose"} <= described
 
 
 def test_options_in_the_text_exist() -> None:
     known = options_of(export_cli._parser()) | options_of(runtime_cli._parser()) | {"--ring"}
     text = re.sub(r"pip install [^`]*", "", README)
-    assert set(re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", text)) <= known
+    assert set(re.findall(r"(?<![\w-])(--[a-z][a-zA-Z-]+)", text)) <= known
 
 
 def test_python_example(pair_bundle: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
