@@ -35,7 +35,7 @@ class Sanitizer:
 
     flags: tuple[str, ...] = ()
     define: str = ""
-    library: str = ""
+    runtime_name: str = ""
     environment: tuple[tuple[str, str], ...] = ()
 
 
@@ -43,13 +43,13 @@ NONE = Sanitizer(flags=("-O2",))
 ADDRESS = Sanitizer(
     flags=("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"),
     define="-DEMULATE_ADDRESS_SANITIZER",
-    library="libasan.so",
+    runtime_name="libasan.so",
     environment=(("ASAN_OPTIONS", "detect_leaks=0"),),
 )
 THREAD = Sanitizer(
     flags=("-O1", "-g", "-fsanitize=thread"),
     define="-DEMULATE_THREAD_SANITIZER",
-    library="libtsan.so",
+    runtime_name="libtsan.so",
     environment=(("TSAN_OPTIONS", "exitcode=66 halt_on_error=1"),),
 )
 
@@ -90,7 +90,7 @@ def run_sanitized(
     """Launch in order in a process with the sanitizer loaded, over copies that are written back where it reported nothing."""
     case = library.with_name("case.pickle")
     case.write_bytes(pickle.dumps((launches, {name: array.tobytes() for name, array in arrays.items()})))
-    preload = subprocess.run([str(COMPILER), f"-print-file-name={sanitizer.library}"], capture_output=True, text=True, check=True)
+    preload = subprocess.run([str(COMPILER), f"-print-file-name={sanitizer.runtime_name}"], capture_output=True, text=True, check=True)
     environment = os.environ | dict(sanitizer.environment)
     environment |= {"LD_PRELOAD": preload.stdout.strip(), "PYTHONMALLOC": "malloc", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, __file__, str(library), str(case)]
