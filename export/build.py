@@ -7,6 +7,7 @@ bundle in the making, which appears whole or not at all. Knows the builder's opt
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,6 @@ from typing import Any
 
 import onnx
 
-from dspark.export.flavour import load_module
 from dspark.export.lower import lower
 from dspark.export.network import Network, expected_layers
 from dspark.export.profiles import Letters, Shapes, input_shapes, make_profiles
@@ -25,8 +25,10 @@ from dspark.runtime.bundle import Limits
 from dspark.runtime.config import DrafterConfig, TargetConfig
 from dspark.runtime.engines import EngineGraph, EngineProfile, EngineRecord, engine_directory, engine_path
 from dspark.runtime.errors import EngineError
+from dspark.runtime.flavour import load_module
 from dspark.runtime.graphs import Signature
 
+_CAPABILITY = re.compile(r"[1-9]\d?\.\d")
 _UNITS = {"B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -203,6 +205,15 @@ class EngineBuilder:
             weights_stripped=options.strip_weights,
             graphs=graphs,
         )
+
+
+def parse_capabilities(text: str) -> tuple[str, ...]:
+    """Parse `8.9,12.0`. Raises EngineError."""
+    parts = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    bad = [part for part in parts if not _CAPABILITY.fullmatch(part)]
+    if bad:
+        raise EngineError(f"compute capability {', '.join(map(repr, bad))}: expected such as 8.9 or 12.0, several with commas between")
+    return parts
 
 
 def parse_pools(text: str) -> int:

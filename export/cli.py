@@ -89,8 +89,7 @@ def _run(args: argparse.Namespace, line: ProgressLine) -> int:
 
 def _build_options(args: argparse.Namespace) -> BuildOptions | None:
     """Return what the arguments say of engines; None without a TensorRT backend. Raises ConfigError or EngineError."""
-    from dspark.export.build import BuildOptions, parse_pools
-    from dspark.export.flavour import parse_capabilities
+    from dspark.export.build import BuildOptions, parse_capabilities, parse_pools
     from dspark.export.profiles import KINDS, parse_shapes
 
     texts = {kind: getattr(args, kind) for kind in KINDS}
@@ -178,7 +177,7 @@ def _parser() -> argparse.ArgumentParser:
         help="other devices an engine may run on",
     )
     engines.add_argument("--versionCompatible", action="store_true", help="engines that later versions of TensorRT load")
-    engines.add_argument("--strip-weights", action="store_true", help="engines without weights, which are filled in from the bundle")
+    engines.add_argument("--strip-weights", action="store_true", help="engines without weights, for tools that refit them")
     output = parser.add_argument_group("output")
     output.add_argument("--verify", action="store_true", help="compare the bundle with torch on random input; exit 1 on a difference")
     output.add_argument("--json", action="store_true", help="print a machine-readable summary")

@@ -17,9 +17,8 @@ from dspark.plugins.contract import BLOCK_ATTENTION, RING_WRITE
 from dspark.plugins.rules import PluginError
 from dspark.runtime.config import DrafterConfig, TargetConfig
 from dspark.runtime.errors import EngineError, numbered
+from dspark.runtime.flavour import DTYPES, make_log
 from dspark.runtime.graphs import CONTEXT, DRAFT, DRAFT_SAMPLED, MODEL_DTYPE, TARGET, Signature
-
-_DTYPES = {"fp32": "FLOAT", "fp16": "HALF", "bf16": "BF16", "float32": "FLOAT", "int64": "INT64"}
 
 PLUGIN, CACHE_UPDATE, ATTENTION = "PLUGIN_V3", "KV_CACHE_UPDATE", "ATTENTION_OUTPUT"
 """Kinds of TensorRT layers that are counted; the attention layer has an input and an output part."""
@@ -44,7 +43,7 @@ class Network:
         self.trt, self.graph = trt, graph
         if plugins:
             registry.register(trt)
-        self.log = _log(trt)
+        self.log = make_log(trt)
         self.builder = trt.Builder(self.log)
         flags = trt.NetworkDefinitionCreationFlag
         # TensorRT 10 wants the flag; 11 and RTX are always strongly typed, and some of their releases lack it.
@@ -97,7 +96,7 @@ class Network:
             if tensor is None:
                 faults.append(f"{spec.name} is missing")
                 continue
-            wanted = _DTYPES[dtype if spec.dtype == MODEL_DTYPE else spec.dtype]
+            wanted = DTYPES[dtype if spec.dtype == MODEL_DTYPE else spec.dtype]
             if tensor.dtype.name != wanted:
                 faults.append(f"{spec.name} has dtype {tensor.dtype.name}, expected {wanted}")
             shape = tuple(tensor.shape)
@@ -105,18 +104,3 @@ class Network:
             if not fits:
                 faults.append(f"{spec.name} has shape {shape}, expected {spec.shape}")
         return faults
-
-
-def _log(trt: Any) -> Any:
-    """Return a logger that keeps errors for our messages and prints nothing."""
-
-    class Log(trt.ILogger):
-        def __init__(self) -> None:
-            trt.ILogger.__init__(self)
-            self.errors: list[str] = []
-
-        def log(self, severity: Any, message: str) -> None:
-            if severity in (trt.ILogger.Severity.ERROR, trt.ILogger.Severity.INTERNAL_ERROR):
-                self.errors.append(message)
-
-    return Log()

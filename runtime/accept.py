@@ -25,6 +25,8 @@ class Chosen:
     """`[B]`: leading proposals that stand."""
     next_token: Array
     """`[B]`: the token behind them."""
+    proposals: Array
+    """`[B,K]`: the proposals that were judged; those behind a row's count mean nothing."""
     tensors: Mapping[str, Tensor]
 
 
@@ -81,7 +83,8 @@ class Acceptance:
         return counts
 
     def _chosen(self, tensors: dict[str, Tensor]) -> Chosen:
-        return Chosen(tensors["accepted"].read(), tensors["next_token"].read(), tensors)
+        accepted, next_token, tokens = self._engine.fetch([tensors[name] for name in ("accepted", "next_token", "verify_tokens")])
+        return Chosen(accepted, next_token, tokens[:, 1:], tensors)
 
     def _run(self, graph: str, shared: Mapping[str, Tensor], values: Mapping[str, Array]) -> dict[str, Tensor]:
         """Run a graph on tensors that others own; the rest are its own, `values` written to them first."""

@@ -15,6 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dspark.runtime.backend import BACKENDS, ONNXRUNTIME
 from dspark.runtime.bundle import Bundle, full_hash_faults, load_bundle, reference_faults, state_bytes
 from dspark.runtime.errors import DSparkError, RequestError
 
@@ -62,6 +63,7 @@ def _run(args: argparse.Namespace) -> int:
         max_num_seqs=args.max_num_seqs,
         max_seq_len=args.max_seq_len,
         threads=args.threads,
+        backend=args.backend,
     )
     prompts = [_as_message(llm, prompt, raw=args.raw) for prompt in prompts]
     for number, prompt in enumerate(prompts, 1):
@@ -315,6 +317,7 @@ def _parser() -> argparse.ArgumentParser:
     decoding.add_argument("--num-speculative-tokens", type=int, metavar="N", help="proposals a round (default: all the bundle serves)")
     decoding.add_argument("--no-speculative", action="store_true", help="decode plainly")
     decoding.add_argument("--max-seq-len", type=int, metavar="S", help="most tokens of prompt and output (default: the bundle's limit)")
+    decoding.add_argument("--backend", choices=BACKENDS, default=ONNXRUNTIME, help="what runs the graphs (default onnxruntime, on the CPU)")
     decoding.add_argument("--threads", type=int, metavar="N", help="threads of ONNX Runtime (default: one a physical core)")
     decoding.add_argument("--compare", action="store_true", help="decode plainly too, check identity, print both speeds")
     run.add_argument("--json", action="store_true", help="print machine-readable results")

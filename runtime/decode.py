@@ -170,7 +170,7 @@ class Decoder:
             self._narrow[view, width] = self._engine.allocate((view.size, width), "int64")
         tokens = self._narrow[view, width]
         if proposals is not None:
-            tokens.write(proposals.verify_tokens.read()[:, :width])
+            tokens.copy(proposals.verify_tokens)
         else:
             anchors = np.zeros((view.size, width), np.int64)
             anchors[list(view.rows), 0] = [request.anchor for request in requests]
@@ -180,19 +180,19 @@ class Decoder:
     def _choose(self, plan: Round, verified: Verified, proposals: Proposals | None, draws: Draws) -> list[Choice]:
         """Return what follows each request's anchor: the accepted proposals and the next token."""
         view, tokens = verified.logits.view, None if proposals is None else proposals.verify_tokens
-        drafted: Array = np.zeros((view.size, 1), np.int64) if tokens is None else tokens.read()
         counts = np.zeros(view.size, np.int64)
         counts[list(view.rows)] = plan.counts
-        logits = self._processed(plan, verified.logits, drafted)
+        logits = self._processed(plan, verified.logits, tokens)
         if draws.any:
             chosen = self._accept.sampled(logits, counts, draws, tokens, None if proposals is None else proposals.draft_probs)
         else:
             chosen = self._accept.greedy(logits, counts, tokens)
-        emitted = [[*drafted[row, 1 : 1 + chosen.accepted[row]].tolist(), int(chosen.next_token[row])] for row in view.rows]
+        rows = [(chosen.proposals[row, : chosen.accepted[row]], chosen.next_token[row]) for row in view.rows]
+        emitted = [[*accepted.tolist(), int(token)] for accepted, token in rows]
         logprobs = self._logprobs(plan, verified.logits, chosen, emitted)
         return [Choice(*parts) for parts in zip(emitted, logprobs, strict=True)]
 
-    def _processed(self, plan: Round, logits: Rows, drafted: Array) -> Rows:
+    def _processed(self, plan: Round, logits: Rows, verify_tokens: Tensor | None) -> Rows:
         """Return the logits as the requests' parameters change them; this path goes through the host."""
         active = [
             (request.processor, request, row, count)
@@ -202,6 +202,7 @@ class Decoder:
         if not active:
             return logits
         values = logits.tensor.read().copy()
+        drafted: Array = np.zeros((len(values), 1), np.int64) if verify_tokens is None else verify_tokens.read()
         for processor, request, row, count in active:
             processor.apply(values[row, : count + 1], request.output, drafted[row, 1 : 1 + count].tolist())
         return self._accept.adjusted(logits, values)

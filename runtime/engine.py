@@ -1,19 +1,18 @@
 """The one seam to a backend: named tensors in, named tensors out, state updated in place.
 
-Knows tensors and graph names. Does not know slots, requests or sampling. Backends: runtime.onnxruntime; tests bring a fake one.
+Knows tensors and graph names. Does not know slots, requests or sampling. Backends are listed in runtime.backend.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dspark.runtime.bundle import Manifest
 from dspark.runtime.errors import LimitError, numbered
-from dspark.runtime.graphs import MODEL_DTYPE, Signature
+from dspark.runtime.graphs import Signature, signatures
 
 Array = NDArray[Any]
 
@@ -25,11 +24,15 @@ class Tensor(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
     def read(self) -> Array:
-        """Return the values on the host; the array may be the tensor's own memory."""
+        """Return the values on the host, once everything that was run before is done; the array may be the tensor's own memory."""
         ...
 
     def write(self, values: ArrayLike) -> None:
         """Set the values from the host."""
+        ...
+
+    def copy(self, source: Tensor) -> None:
+        """Set the values from a tensor of the same engine, whose last axis may be longer: the first entries are taken."""
         ...
 
     def rows(self, lo: int, size: int) -> Tensor:
@@ -41,7 +44,7 @@ class Step(Protocol):
     """A graph bound to tensors."""
 
     def run(self) -> None:
-        """Compute the outputs; returns when they can be read."""
+        """Compute the outputs, at the latest when they are read; what is run next sees them."""
         ...
 
 
@@ -56,7 +59,20 @@ class Engine(Protocol):
 
     @property
     def run_seconds(self) -> float:
-        """Time spent running graphs so far."""
+        """Time spent running graphs so far, and waiting for them."""
+        ...
+
+    @property
+    def fixed_capacity(self) -> bool:
+        """Whether state tensors must have their full capacity from the start; others grow."""
+        ...
+
+    def available_memory(self) -> int | None:
+        """Return the bytes that tensors can still take, or None where the system does not tell."""
+        ...
+
+    def load(self, graphs: Iterable[str]) -> None:
+        """Load graphs now instead of when they are first bound. Raises EngineError."""
         ...
 
     def allocate(self, shape: tuple[int, ...], dtype: str) -> Tensor:
@@ -70,9 +86,16 @@ class Engine(Protocol):
         """
         ...
 
+    def fetch(self, tensors: Sequence[Tensor]) -> list[Array]:
+        """Read several tensors with one wait; small ones come in one copy."""
+        ...
 
-def check_binding(graph: str, signature: Signature, manifest: Manifest, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise LimitError with every tensor that is missing, unknown, or of a shape that the graph or the limits refuse."""
+
+def check_binding(graph: str, signature: Signature, manifest: Manifest, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """Return the size of each shape letter.
+
+    Raises LimitError with every tensor that is missing, unknown, or of a shape that the graph or the limits refuse.
+    """
     wanted = [s for s in (*signature.inputs, *signature.outputs) if s.name not in signature.aliases]
     faults = [f"{spec.name} is not bound" for spec in wanted if spec.name not in shapes]
     faults += [f"{name} is no tensor of this graph" for name in shapes.keys() - {spec.name for spec in wanted}]
@@ -98,9 +121,9 @@ def check_binding(graph: str, signature: Signature, manifest: Manifest, shapes: 
         faults.append(f"{sizes['N'][0]} new rows, the bundle allows 1..{most_rows}")
     if faults:
         raise LimitError(f"graph {graph} cannot be bound:{numbered(faults)}")
+    return {letter: size for letter, (size, _) in sizes.items()}
 
 
-def numpy_dtype(dtype: str, manifest: Manifest) -> np.dtype[Any]:
-    """Return the host dtype of a declared dtype."""
-    name = {"fp32": "float32", "fp16": "float16"}[manifest.dtype] if dtype == MODEL_DTYPE else dtype
-    return np.dtype(name)
+def manifest_signatures(manifest: Manifest) -> dict[str, Signature]:
+    """Return the signatures of a bundle's graphs."""
+    return signatures(manifest.target, manifest.drafter, manifest.num_speculative_tokens, debug_outputs=manifest.debug_outputs)

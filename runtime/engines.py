@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dspark.runtime.errors import LimitError, numbered
+from dspark.runtime.errors import EngineError, LimitError, numbered
 
 ENGINES = "engines"
 FLAVOURS = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
@@ -103,3 +103,19 @@ def record_faults(name: str, record: EngineRecord, graphs: tuple[str, ...], ring
         if not engine.profiles:
             faults.append(f"{where}.graphs.{graph} has no profile")
     return faults
+
+
+def choose_record(engines: Mapping[str, EngineRecord], flavour: str, capability: str) -> tuple[str, EngineRecord]:
+    """Return name and record of the engines that a device of this compute capability runs. Raises EngineError naming what there is."""
+    name = engine_directory(flavour, capability)
+    if name in engines:
+        return name, engines[name]
+    major = int(capability.split(".", maxsplit=1)[0])
+    for other, record in engines.items():
+        if record.flavour == flavour and record.hardware_compatibility == "ampere_plus" and major >= 8:
+            return other, record
+    there = ", ".join(sorted(engines)) or "none at all"
+    raise EngineError(
+        f"the bundle has no engines of {flavour} for compute capability {capability}, it has {there}: "
+        f"export again with --backend {flavour}, here or with --compute-capability {capability} where that can be built ahead"
+    )

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from dspark.runtime.backend import ONNXRUNTIME, open_engine
 from dspark.runtime.bundle import load_bundle
 from dspark.runtime.decode import Decoder
 from dspark.runtime.drafter import Drafter
 from dspark.runtime.engine import Engine
 from dspark.runtime.errors import LimitError, RequestError
 from dspark.runtime.graphs import ACCEPT, CONTEXT, DRAFT, TARGET
-from dspark.runtime.onnxruntime import OnnxRuntimeEngine
 from dspark.runtime.processors import LogitsProcessor
 from dspark.runtime.request import Request, room
 from dspark.runtime.sampling import SamplingParams
@@ -38,6 +38,7 @@ class LLM:
     `speculative=False` decodes plainly on the same target graph. `num_speculative_tokens` may be less than the bundle serves,
     `max_seq_len` less than it allows. `max_num_seqs` is the number of requests decoded at once (default: all the bundle allows; memory
     grows with those in use); the others wait. `threads` is the number of threads a graph runs on (default: one a physical core).
+    `backend` is `onnxruntime` (the CPU), `onnxruntime-cuda`, `tensorrt-rtx` or `tensorrt`; the last two run engines of the bundle.
     `target` makes another target than the bundle's own, from the engine and the slots; see `runtime.target.Target`.
     """
 
@@ -50,6 +51,7 @@ class LLM:
         max_num_seqs: int | None = None,
         max_seq_len: int | None = None,
         threads: int | None = None,
+        backend: str = ONNXRUNTIME,
         target: Callable[[Engine, Slots], Target] | None = None,
     ) -> None:
         loaded = load_bundle(bundle)
@@ -64,7 +66,7 @@ class LLM:
         self._max_seq_len = manifest.limits.seq_len(max_seq_len)
         self.tokenizer = load_tokenizer(loaded.directory)
         self.end_token_ids = end_tokens(loaded.directory, self.tokenizer)
-        engine, slots = OnnxRuntimeEngine(loaded, threads=threads), Slots(seqs)
+        engine, slots = open_engine(loaded, backend, threads=threads), Slots(seqs)
         engine.load([CONTEXT, DRAFT, ACCEPT] + ([TARGET] if target is None else []))
         self._decoder = Decoder(
             engine,

@@ -7,16 +7,17 @@ Knows ONNX Runtime sessions. Does not know slots, requests or sampling.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from dspark.runtime.bundle import Bundle, Manifest
-from dspark.runtime.engine import Array, Tensor, check_binding, numpy_dtype
+from dspark.runtime.engine import Array, Tensor, check_binding, manifest_signatures
 from dspark.runtime.errors import EngineError
-from dspark.runtime.graphs import signatures
+from dspark.runtime.graphs import MODEL_DTYPE, Signature
 
 # Each session has a thread pool of its own. A pool that goes on spinning after its run takes the cores from the next session: a round of
 # the example pair took 7.6 ms with two threads, 2.7 ms with pools that stop (2 cores). One pool for all sessions is no faster, and makes
@@ -46,6 +47,10 @@ class HostTensor:
     def write(self, values: ArrayLike) -> None:
         self.array[...] = values
 
+    def copy(self, source: Tensor) -> None:
+        assert isinstance(source, HostTensor)
+        self.array[...] = source.array[..., : self.array.shape[-1]]
+
     def rows(self, lo: int, size: int) -> HostTensor:
         return HostTensor(self.array[lo : lo + size])
 
@@ -53,14 +58,9 @@ class HostTensor:
 class _BoundGraph:
     """A session with its input and output buffers bound; keeps the buffers alive."""
 
-    def __init__(self, engine: OnnxRuntimeEngine, graph: str, session: Any, tensors: Mapping[str, HostTensor]) -> None:
-        signature, self._graph = engine.signatures[graph], graph
-        self._engine, self._run, self._tensors = engine, session.run_with_iobinding, dict(tensors)
-        self._binding = session.io_binding()
-        for spec in signature.inputs:
-            self._binding.bind_ortvalue_input(spec.name, tensors[spec.name].value)
-        for spec in signature.outputs:
-            self._binding.bind_ortvalue_output(spec.name, tensors[signature.aliases.get(spec.name, spec.name)].value)
+    def __init__(self, engine: OnnxRuntimeEngine, graph: str, session: Any, tensors: Mapping[str, Tensor]) -> None:
+        self._engine, self._graph, self._run, self._tensors = engine, graph, session.run_with_iobinding, dict(tensors)
+        self._binding = engine.bound(session.io_binding(), engine.signatures[graph], tensors)
 
     def run(self) -> None:
         began = time.perf_counter()
@@ -68,7 +68,7 @@ class _BoundGraph:
             self._run(self._binding)
         except Exception as error:  # ONNX Runtime's errors share no narrower base
             raise EngineError(f"graph {self._graph} failed: {error}") from error
-        self._engine.run_seconds += time.perf_counter() - began
+        self._engine.session_seconds += time.perf_counter() - began
 
 
 class OnnxRuntimeEngine:
@@ -77,38 +77,65 @@ class OnnxRuntimeEngine:
     `threads` is the number of threads a graph runs on (default: one a physical core).
     """
 
+    fixed_capacity = False
+    provider = "CPUExecutionProvider"
+
     def __init__(self, bundle: Bundle, *, threads: int | None = None, log_severity: int = 3) -> None:
         self.manifest: Manifest = bundle.manifest
-        self.run_seconds = 0.0
-        self.signatures = signatures(
-            self.manifest.target,
-            self.manifest.drafter,
-            self.manifest.num_speculative_tokens,
-            debug_outputs=self.manifest.debug_outputs,
-        )
-        if self.manifest.dtype == "bf16":
-            raise EngineError(
-                f"{bundle.directory} is a bf16 bundle, and ONNX Runtime's CPU provider has no bf16 MatMul: "
-                "export again with --dtype fp32 to run on the CPU"
-            )
+        self.session_seconds = 0.0
+        self.signatures = manifest_signatures(self.manifest)
+        self._check_dtype(bundle)
         if threads is not None and threads < 1:
             raise EngineError(f"threads is {threads}, expected at least 1")
         self._bundle, self._threads, self._log_severity = bundle, threads or DEFAULT_THREADS, log_severity
         self._sessions: dict[str, Any] = {}
 
+    @property
+    def run_seconds(self) -> float:
+        return self.session_seconds
+
+    def available_memory(self) -> int | None:
+        try:
+            lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        except OSError:
+            return None
+        fields = dict(line.split(":", 1) for line in lines)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+
     def load(self, graphs: Iterable[str]) -> None:
-        """Load graphs now. Raises EngineError if ONNX Runtime refuses one."""
         for graph in graphs:
             self._session(graph)
 
-    def allocate(self, shape: tuple[int, ...], dtype: str) -> HostTensor:
-        return HostTensor(np.zeros(shape, numpy_dtype(dtype, self.manifest)))
+    def allocate(self, shape: tuple[int, ...], dtype: str) -> Tensor:
+        name = {"fp32": "float32", "fp16": "float16"}[self.manifest.dtype] if dtype == MODEL_DTYPE else dtype
+        return HostTensor(np.zeros(shape, name))
+
+    def fetch(self, tensors: Sequence[Tensor]) -> list[Array]:
+        return [tensor.read() for tensor in tensors]
 
     def bind(self, graph: str, tensors: Mapping[str, Tensor]) -> _BoundGraph:
         check_binding(graph, self.signatures[graph], self.manifest, {name: tensor.shape for name, tensor in tensors.items()})
-        ours = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, HostTensor)}
-        assert len(ours) == len(tensors), "tensors of another engine"
-        return _BoundGraph(self, graph, self._session(graph), ours)
+        return _BoundGraph(self, graph, self._session(graph), tensors)
+
+    def bound(self, binding: Any, signature: Signature, tensors: Mapping[str, Tensor]) -> Any:
+        """Bind the memory of tensors to a session's inputs and outputs."""
+        values = {name: tensor.value for name, tensor in tensors.items() if isinstance(tensor, HostTensor)}
+        assert len(values) == len(tensors), "tensors of another engine"
+        for spec in signature.inputs:
+            binding.bind_ortvalue_input(spec.name, values[spec.name])
+        for spec in signature.outputs:
+            binding.bind_ortvalue_output(spec.name, values[signature.aliases.get(spec.name, spec.name)])
+        return binding
+
+    def _check_dtype(self, bundle: Bundle) -> None:
+        if self.manifest.dtype == "bf16":
+            raise EngineError(
+                f"{bundle.directory} is a bf16 bundle, and ONNX Runtime's CPU provider has no bf16 MatMul: "
+                "export again with --dtype fp32 to run on the CPU"
+            )
+
+    def _providers(self) -> list[Any]:
+        return [self.provider]
 
     def _session(self, graph: str) -> Any:
         if graph not in self._sessions:
@@ -126,7 +153,7 @@ class OnnxRuntimeEngine:
             options.add_session_config_entry(_WEIGHTS_FOLDER, self.manifest.weights.root)
         path = self._bundle.graph_path(graph)
         try:
-            session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+            session = onnxruntime.InferenceSession(path, options, providers=self._providers())
         except Exception as error:  # ONNX Runtime's errors share no narrower base
             raise EngineError(f"ONNX Runtime {onnxruntime.__version__} cannot load {path}: {error}") from error
         declared = self.signatures[graph]

@@ -1,8 +1,8 @@
 """Slots and the state tensors that hold one row per slot: rings and key/value caches.
 
 A request holds a slot. Every call of an engine binds a contiguous range of slots, as input and output alike. Tensors start small and
-grow with the slots in use and, in steps, with their rows, since CPU kernels work over all of the capacity. Knows numbers and tensors;
-not what the rows mean.
+grow with the slots in use and, in steps, with their rows, since CPU kernels work over all of the capacity; compiled engines want all of it
+from the start. Knows numbers and tensors; not what the rows mean.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from weakref import WeakSet
 
 from dspark.runtime.config import TransformerConfig
@@ -131,7 +130,10 @@ class State:
         self._tensors: dict[str, Tensor] = {}
         self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
         self.bound: WeakSet[BoundStep] = WeakSet()
-        self.reserve(1, 1)
+        if engine.fixed_capacity:
+            self.reserve(slots, limit)
+        else:
+            self.reserve(1, 1)
 
     def bytes_at(self, slots: int, capacity: int) -> int:
         """Return the memory that the tensors take for a number of slots and rows."""
@@ -146,7 +148,7 @@ class State:
         if rows > capacity:
             step = max(GROWTH, capacity // 8)  # steps grow with the state, so that copying stays linear
             capacity = min(self._limit, round_up_16(max(rows, capacity + step)))
-        needed, available = self.bytes_at(slots, capacity), _available_memory()
+        needed, available = self.bytes_at(slots, capacity), self._engine.available_memory()
         if available is not None and needed > available:
             raise EngineError(
                 f"the {self._kind}s need {needed / 1e9:.2f} GB for {capacity} rows in {slots} slots, {available / 1e9:.2f} GB are "
@@ -170,7 +172,7 @@ class State:
             self.clear(new)
             return
         for tensor in self._tensors.values():
-            tensor.rows(new, 1).write(tensor.rows(old, 1).read())
+            tensor.rows(new, 1).copy(tensor.rows(old, 1))
 
     def clear(self, slot: int) -> None:
         """Set the rows of a slot to zero: a hidden row has weight 0 in attention, but 0 times an infinity or NaN would show."""
@@ -205,13 +207,3 @@ class BoundStep:
     def unbind(self) -> None:
         """Let go of the state's tensors, which have grown."""
         self._step = None
-
-
-def _available_memory() -> int | None:
-    """Return the memory that can be had without swapping, or None where the system does not tell."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    fields = dict(line.split(":", 1) for line in lines)
-    return int(fields["MemAvailable"].split()[0]) * 1024

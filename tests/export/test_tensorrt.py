@@ -20,8 +20,7 @@ from conftest import GOLDEN, PAIR, Export
 from random_pair import SHAPES, write_pair
 
 from dspark.export import cli
-from dspark.export.build import BuildOptions, BuildPlan, EngineBuilder, parse_pools
-from dspark.export.flavour import load_module, parse_capabilities
+from dspark.export.build import BuildOptions, BuildPlan, EngineBuilder, parse_capabilities, parse_pools
 from dspark.export.lower import lower
 from dspark.export.network import Network, expected_layers
 from dspark.plugins import kernels, registry
@@ -29,6 +28,7 @@ from dspark.plugins.rules import PluginError
 from dspark.runtime.bundle import Manifest, load_bundle
 from dspark.runtime.engines import EngineRecord, engine_path
 from dspark.runtime.errors import BundleError, ConfigError, EngineError, ExportError
+from dspark.runtime.flavour import load_module
 from dspark.runtime.graphs import ACCEPT, CONTEXT, DRAFT, DRAFT_SAMPLED, GRAPHS, TARGET, signatures
 
 FLAVOUR, CAPABILITIES = "tensorrt-rtx", ("8.9", "12.0")

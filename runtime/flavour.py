@@ -1,4 +1,4 @@
-"""TensorRT and TensorRT-RTX as one: the module, its libraries, compute capabilities and log, with errors that name the remedy.
+"""TensorRT and TensorRT-RTX as one: the module, its libraries, its dtypes and log, with errors that name the remedy.
 
 Knows how the two differ where they are loaded. Does not know graphs.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.util
-import re
 import sys
 import tempfile
 from pathlib import Path
@@ -17,8 +16,8 @@ from typing import Any
 from dspark.runtime.engines import FLAVOURS
 from dspark.runtime.errors import EngineError
 
-_CAPABILITY = re.compile(r"[1-9]\d?\.\d")
-
+DTYPES = {"fp32": "FLOAT", "fp16": "HALF", "bf16": "BF16", "float32": "FLOAT", "int64": "INT64"}
+"""TensorRT's names of our dtypes."""
 
 _CORE, _PARSER = "libtensorrt_rtx.so", "libtensorrt_onnxparser_rtx.so"
 _links: list[tempfile.TemporaryDirectory[str]] = []
@@ -59,10 +58,16 @@ def _link_libraries(module: str) -> None:
         ctypes.CDLL(str(links / name))
 
 
-def parse_capabilities(text: str) -> tuple[str, ...]:
-    """Parse `8.9,12.0`. Raises EngineError."""
-    parts = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
-    bad = [part for part in parts if not _CAPABILITY.fullmatch(part)]
-    if bad:
-        raise EngineError(f"compute capability {', '.join(map(repr, bad))}: expected such as 8.9 or 12.0, several with commas between")
-    return parts
+def make_log(trt: Any) -> Any:
+    """Return a logger that keeps errors, as `errors`, for our messages and prints nothing."""
+
+    class Log(trt.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.errors: list[str] = []
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity in (trt.ILogger.Severity.ERROR, trt.ILogger.Severity.INTERNAL_ERROR):
+                self.errors.append(message)
+
+    return Log()

@@ -1,0 +1,37 @@
+"""The backends by name, and opening a bundle with one. Knows names only; each backend's packages are imported when it is opened."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dspark.runtime.bundle import Bundle
+from dspark.runtime.engines import FLAVOURS
+from dspark.runtime.errors import EngineError
+
+if TYPE_CHECKING:
+    from dspark.runtime.engine import Engine
+
+ONNXRUNTIME, ONNXRUNTIME_CUDA = "onnxruntime", "onnxruntime-cuda"
+BACKENDS = (ONNXRUNTIME, ONNXRUNTIME_CUDA, *FLAVOURS)
+
+
+def open_engine(bundle: Bundle, backend: str = ONNXRUNTIME, *, threads: int | None = None) -> Engine:
+    """Return an engine that runs a bundle's graphs; `threads` are those of the CPU.
+
+    Raises EngineError when the backend is unknown, not installed, or cannot run this bundle here.
+    """
+    if backend not in BACKENDS:
+        raise EngineError(f"backend is {backend!r}, expected one of {', '.join(BACKENDS)}")
+    if threads is not None and backend != ONNXRUNTIME:
+        raise EngineError(f"threads are those of the backend {ONNXRUNTIME}, not of {backend}: leave them out")
+    if backend == ONNXRUNTIME:
+        from dspark.runtime.onnxruntime import OnnxRuntimeEngine
+
+        return OnnxRuntimeEngine(bundle, threads=threads)
+    if backend == ONNXRUNTIME_CUDA:
+        from dspark.runtime.cuda_provider import CudaProviderEngine
+
+        return CudaProviderEngine(bundle)
+    from dspark.runtime.tensorrt import TensorRTEngine
+
+    return TensorRTEngine(bundle, backend)
