@@ -105,9 +105,9 @@ class Decoder:
                 chunk = request.prompt[request.fed : min(end, request.fed + self._chunk)]
                 verified = self._target.prefill(request.id, chunk)
                 request.fed += len(chunk)
-                taps = verified.taps.tensor.read()[0]
-                if request.speculative and len(taps):
-                    self._drafter.write_context(request.id, taps, np.arange(request.fed - len(taps), request.fed))
+                rows = verified.taps.tensor.shape[1]
+                if request.speculative and rows:
+                    self._drafter.write_context(request.id, verified.taps, np.arange(request.fed - rows, request.fed))
             if request.fed < length:
                 return []
             if request.speculative and self._drafter.total(request.id) < length:

@@ -21,8 +21,8 @@ from dspark.runtime.engine import Array, Tensor
 
 ALIGNMENT = 256
 """Bytes; TensorRT wants it of the tensors it is given."""
-_SLAB = 1 << 16
-"""Bytes of device memory that small tensors share; a read of several copies at most this."""
+_SLAB = 1 << 18
+"""Bytes of device memory that small tensors share, those of some sixty slot ranges; a read of several copies at most this."""
 _SMALL = 1 << 14
 _STAGING = 4 << 20
 

@@ -54,7 +54,7 @@ class Drafter:
         # fresh bindings on both sides in every round.
         self._outputs: dict[View, dict[str, Tensor]] = {}
         self._drafts: dict[tuple[str, View, int, int], BoundStep] = {}
-        self._contexts: dict[tuple[View, int], BoundStep] = {}
+        self._contexts: dict[tuple[View, int, int], BoundStep] = {}
 
     def total(self, request: Hashable) -> int:
         """Return the number of positions written for `request`: its next anchor's position."""
@@ -85,23 +85,28 @@ class Drafter:
             )
         self._total[slot] = self._first[slot] = position
 
-    def write_context(self, request: Hashable, taps: ArrayLike, positions: ArrayLike) -> None:
+    def write_context(self, request: Hashable, taps: Rows | ArrayLike, positions: ArrayLike) -> None:
         """Write the context rows of consecutive absolute positions, as after a prefill chunk.
 
-        `taps [M,m*H]`, `positions [M]`. Positions may begin beyond `total`: what lies between was never seen and stays invisible.
+        `taps [M,m*H]`, or `[1,M,m*H]` as a prefill gave them; `positions [M]`. Positions may begin beyond `total`: what lies between was never seen and stays invisible.
         Only the newest rows that a window can show are written. Raises RequestError before any write.
         """
         slot = self._slots.slot(request)
-        rows, where = self._checked_rows(np.asarray(taps)[None], np.asarray(positions)[None])
+        given = taps.tensor if isinstance(taps, Rows) else np.asarray(taps)[None]
+        where = self._checked_positions(given.shape, np.asarray(positions)[None])
         start, stop = int(where[0, 0]), int(where[0, -1]) + 1
         self._check_range(slot, start, stop)
         if start > self._total[slot] or self._total[slot] == 0:
             self._first[slot] = start
         written = max(start, stop - self._manifest.window)
-        chunk = min(self._manifest.limits.max_chunk, self._manifest.ring_capacity)
-        for begin in range(written, stop, chunk):
-            end = min(begin + chunk, stop)
-            self._write(View(slot, 1, (0,)), rows[:, begin - start : end - start], np.array([begin]))
+        chunk, view = min(self._manifest.limits.max_chunk, self._manifest.ring_capacity), View(slot, 1, (0,))
+        if isinstance(taps, Rows) and written == start and stop - start <= chunk:
+            self._write(view, taps.tensor, np.array([start]))  # they stay in the engine
+        else:
+            rows = given if isinstance(given, np.ndarray) else given.read()
+            for begin in range(written, stop, chunk):
+                end = min(begin + chunk, stop)
+                self._write(view, rows[:, begin - start : end - start], np.array([begin]))
         self._total[slot] = stop
 
     def write_context_batched(
@@ -114,7 +119,8 @@ class Drafter:
         """
         view = self._slots.view(requests)
         where, counts = _unmasked(np.asarray(positions), mask, len(requests))
-        rows, where = self._checked_rows(np.asarray(taps), where)
+        rows = np.asarray(taps)
+        where = self._checked_positions(rows.shape, where)
         slots = [self._slots.slot(request) for request in requests]
         for slot, begin, count in zip(slots, where[:, 0], counts, strict=True):
             if count:
@@ -218,13 +224,13 @@ class Drafter:
                     f"{self.total(request) + (count or 0)}: write the rows between first"
                 )
 
-    def _checked_rows(self, taps: Array, positions: Array) -> tuple[Array, Array]:
+    def _checked_positions(self, shape: tuple[int, ...], positions: Array) -> Array:
         width = self._manifest.drafter.taps_width
-        if taps.ndim != 3 or taps.shape[2] != width or taps.shape[:2] != positions.shape or taps.shape[1] < 1:
-            raise RequestError(f"taps {list(taps.shape)} and positions {list(positions.shape)}: expected [.., M, {width}] and [.., M]")
+        if len(shape) != 3 or shape[2] != width or shape[:2] != positions.shape or shape[1] < 1:
+            raise RequestError(f"taps {list(shape)} and positions {list(positions.shape)}: expected [.., M, {width}] and [.., M]")
         if positions.dtype.kind not in "iu" or (np.diff(positions, axis=1) != 1).any() or (positions < 0).any():
             raise RequestError(f"positions {positions.tolist()}: expected consecutive absolute positions from 0")
-        return taps, positions.astype(np.int64)
+        return positions.astype(np.int64)
 
     def _check_range(self, slot: int, start: int, stop: int) -> None:
         if start < self._total[slot]:
@@ -232,16 +238,19 @@ class Drafter:
         if stop > self._manifest.limits.max_seq_len:
             raise LimitError(f"positions end at {stop - 1}, the bundle allows sequences of {self._manifest.limits.max_seq_len} tokens")
 
-    def _write(self, view: View, rows: Array, starts: Array) -> None:
-        n = rows.shape[1]
+    def _write(self, view: View, taps: Array | Tensor, starts: Array) -> None:
+        """Run `context` on taps of the engine, or of the host."""
+        n, shared = taps.shape[1], None if isinstance(taps, np.ndarray) else taps
         self.rings.reserve(view.lo + view.size, int(starts.max()) + n)
-        context = self._contexts.get((view, n))
+        key = view, n, id(shared)
+        context = self._contexts.get(key)
         if context is None:
-            taps = self._engine.allocate((view.size, n, self._manifest.drafter.taps_width), MODEL_DTYPE)
+            own = self._engine.allocate((view.size, n, self._manifest.drafter.taps_width), MODEL_DTYPE) if shared is None else shared
             start = self._engine.allocate((view.size,), "int64")
-            context = BoundStep(self._engine, CONTEXT, self.rings, view, {"taps": taps, "start": start})
-            self._contexts = {(view, n): context}  # prefill chunks have many lengths: keep the last
-        context.tensors["taps"].write(rows)
+            context = BoundStep(self._engine, CONTEXT, self.rings, view, {"taps": own, "start": start})
+            self._contexts = {key: context}  # prefill chunks have many lengths: keep the last
+        if isinstance(taps, np.ndarray):
+            context.tensors["taps"].write(taps)
         context.tensors["start"].write(starts)
         context.run()
 

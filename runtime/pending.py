@@ -62,7 +62,7 @@ class PendingRows:
         assert self._taps is not None
         row = self._slots.slot(request) - self._taps.view.lo
         waiting = self._waiting.setdefault(request, [])
-        waiting.append(self._taps.tensor.read()[row, :count].copy())
+        waiting.append(self._taps.tensor.rows(row, 1).read()[0, :count].copy())
         if sum(map(len, waiting)) >= MOST_WAITING:
             self.write(request)
 
