@@ -77,3 +77,21 @@ def test_what_asks_for_more(small_bundle: Path) -> None:
             decoder.round([one])
             _, _, shapes = meter.take()
         assert shapes == {(1, K + 1), (1,)} | extra
+
+
+def test_prompts_and_narrow_rounds(small_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taps of a prompt's chunk go from graph to graph, and so does the block of a round of fewer proposals."""
+    parts = open_parts(small_bundle)
+    decoder, one = parts.decoder(), request(list(range(30)), 200)
+    decoder.admit(one)
+    meter = Meter(monkeypatch)
+    decoder.prefill(one)
+    _, written, shapes = meter.take()
+    assert shapes == {(1, K + 1), (1,)}
+    assert written < 8 * 40 + parts.drafter.rings.bytes_at(1, parts.drafter.rings.capacity)  # the tokens, some numbers; a clean slot
+    for _ in range(2):
+        decoder.round([one], 4)
+    meter.take()
+    decoder.round([one], 4)
+    read, written, shapes = meter.take()
+    assert (read, written) == (8 * (K + 1) + 16, 8 * 6) and shapes == {(1, K + 1), (1,)}
