@@ -1,4 +1,4 @@
-"""`dspark run` and `dspark inspect`: command line of the runtime.
+"""`dspark run`, `dspark bench` and `dspark inspect`: command line of the runtime.
 
 Knows arguments, messages and exit codes: 0 done, 1 outputs differ or files changed, 2 refused, 130 interrupted.
 """
@@ -48,29 +48,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    # Imported here, where Ctrl-C is caught: numpy alone takes a tenth of a second.
-    from dspark.runtime.llm import LLM
-    from dspark.runtime.sampling import SamplingParams
-
-    kwargs = {"enable_thinking": True} if args.enable_thinking else {}
-    names = ("max_tokens", "ignore_eos", "temperature", "top_k", "top_p", "min_p", "seed", "stop")
-    params = SamplingParams(**{name: getattr(args, name) for name in names})
-    prompts = list(_prompts(args))
-    llm = LLM(
-        args.bundle,
-        speculative=not args.no_speculative,
-        num_speculative_tokens=args.num_speculative_tokens,
-        max_num_seqs=args.max_num_seqs,
-        max_seq_len=args.max_seq_len,
-        threads=args.threads,
-        backend=args.backend,
-    )
-    prompts = [_as_message(llm, prompt, raw=args.raw) for prompt in prompts]
-    for number, prompt in enumerate(prompts, 1):
-        try:
-            llm.encode(prompt, kwargs)
-        except RequestError as error:
-            raise RequestError(f"prompt {number}: {error}") from None
+    params, kwargs = _params(args), {"enable_thinking": True} if args.enable_thinking else {}
+    llm, prompts = _opened(args, kwargs, speculative=not args.no_speculative)
     if args.compare and args.no_speculative:
         raise RequestError("--compare decodes both ways: leave out --no-speculative")
     if args.compare and not params.is_greedy:
@@ -87,6 +66,48 @@ def _run(args: argparse.Namespace) -> int:
         else:
             _show(llm, stream)
     return 0
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from dspark.runtime.bench import measure, report, summary
+
+    llm, prompts = _opened(args, {})
+    if not prompts:
+        raise RequestError("bench needs prompts of the kind that will be served: pass --prompt, --prompt-ids or --prompt-file")
+    numbers = summary(measure(llm, prompts, _params(args), args.repeats))
+    print(json.dumps(numbers, indent=2) if args.json else report(numbers, profile=args.profile))
+    return 0
+
+
+def _params(args: argparse.Namespace) -> SamplingParams:
+    # Imported here, where Ctrl-C is caught: numpy alone takes a tenth of a second.
+    from dspark.runtime.sampling import SamplingParams
+
+    names = ("max_tokens", "ignore_eos", "temperature", "top_k", "top_p", "min_p", "seed", "stop")
+    return SamplingParams(**{name: getattr(args, name) for name in names})
+
+
+def _opened(args: argparse.Namespace, kwargs: dict[str, Any], *, speculative: bool = True) -> tuple[LLM, list[Prompt]]:
+    """Return the bundle, loaded, and the prompts of the command line, checked."""
+    from dspark.runtime.llm import LLM
+
+    prompts = list(_prompts(args))
+    llm = LLM(
+        args.bundle,
+        speculative=speculative,
+        num_speculative_tokens=args.num_speculative_tokens,
+        max_num_seqs=args.max_num_seqs,
+        max_seq_len=args.max_seq_len,
+        threads=args.threads,
+        backend=args.backend,
+    )
+    prompts = [_as_message(llm, prompt, raw=args.raw) for prompt in prompts]
+    for number, prompt in enumerate(prompts, 1):
+        try:
+            llm.encode(prompt, kwargs)
+        except RequestError as error:
+            raise RequestError(f"prompt {number}: {error}") from None
+    return llm, prompts
 
 
 def _prompts(args: argparse.Namespace) -> Iterator[Prompt]:
@@ -290,21 +311,16 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="dspark", description="Generate from a dspark bundle.")
-    parser.add_argument("--version", action="version", version=f"dspark {version('dspark')}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    run = commands.add_parser("run", help="generate text, or chat when no prompt is given")
-    run.set_defaults(command=_run)
-    run.add_argument("bundle", type=Path, help="bundle directory made by dspark-export")
-    prompt = run.add_argument_group("prompt").add_mutually_exclusive_group()
+def _add_decoding(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add the bundle, the prompts and how they are decoded; return the group of the last."""
+    parser.add_argument("bundle", type=Path, help="bundle directory made by dspark-export")
+    prompt = parser.add_argument_group("prompt").add_mutually_exclusive_group()
     prompt.add_argument("--prompt", help="a user's message, rendered with the chat template if there is one")
     prompt.add_argument("--prompt-file", type=Path, help="a text file, or .jsonl with ids, messages or text in each line")
     prompt.add_argument("--prompt-ids", metavar="1,2,3", help="token ids")
-    run.add_argument("--limit", type=_positive, metavar="N", help="first N lines of a .jsonl file only")
-    run.add_argument("--raw", action="store_true", help="take text as it is, without the chat template")
-    run.add_argument("--enable-thinking", action="store_true", help="let the chat template ask for thinking")
-    decoding = run.add_argument_group("decoding")
+    parser.add_argument("--limit", type=_positive, metavar="N", help="first N lines of a .jsonl file only")
+    parser.add_argument("--raw", action="store_true", help="take text as it is, without the chat template")
+    decoding = parser.add_argument_group("decoding")
     decoding.add_argument("--max-tokens", type=int, default=256, help="most tokens to generate (default 256)")
     decoding.add_argument("--ignore-eos", action="store_true", help="go on behind the model's end tokens")
     decoding.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
@@ -315,12 +331,28 @@ def _parser() -> argparse.ArgumentParser:
     decoding.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end where this text appears; may be repeated")
     decoding.add_argument("--max-num-seqs", type=int, metavar="N", help="prompts decoded at once (default: the bundle's limit)")
     decoding.add_argument("--num-speculative-tokens", type=int, metavar="N", help="proposals a round (default: all the bundle serves)")
-    decoding.add_argument("--no-speculative", action="store_true", help="decode plainly")
     decoding.add_argument("--max-seq-len", type=int, metavar="S", help="most tokens of prompt and output (default: the bundle's limit)")
     decoding.add_argument("--backend", choices=BACKENDS, default=ONNXRUNTIME, help="what runs the graphs (default onnxruntime, on the CPU)")
     decoding.add_argument("--threads", type=int, metavar="N", help="threads of ONNX Runtime (default: one a physical core)")
+    parser.add_argument("--json", action="store_true", help="print machine-readable results")
+    return decoding
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="dspark", description="Generate from a dspark bundle.")
+    parser.add_argument("--version", action="version", version=f"dspark {version('dspark')}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    run = commands.add_parser("run", help="generate text, or chat when no prompt is given")
+    run.set_defaults(command=_run)
+    decoding = _add_decoding(run)
+    run.add_argument("--enable-thinking", action="store_true", help="let the chat template ask for thinking")
+    decoding.add_argument("--no-speculative", action="store_true", help="decode plainly")
     decoding.add_argument("--compare", action="store_true", help="decode plainly too, check identity, print both speeds")
-    run.add_argument("--json", action="store_true", help="print machine-readable results")
+    bench = commands.add_parser("bench", help="measure plain and speculative decoding, prompt by prompt in turn")
+    bench.set_defaults(command=_bench)
+    _add_decoding(bench)
+    bench.add_argument("--repeats", type=_positive, default=3, metavar="N", help="runs over all prompts, medians are shown (default 3)")
+    bench.add_argument("--profile", action="store_true", help="show the stages of a round")
     inspect = commands.add_parser("inspect", help="say what a bundle is, needs and holds")
     inspect.set_defaults(command=_inspect)
     inspect.add_argument("bundle", type=Path, help="bundle directory")

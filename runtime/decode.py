@@ -73,12 +73,11 @@ class Decoder:
         plan = self._scheduler.round(self._k)
         if plan is not None:
             self._close_gap()
-            began, engine = time.perf_counter(), self._engine.run_seconds
+            began = time.perf_counter()
             with self._ending(plan.requests):
                 emitted += zip(plan.requests, self.round(plan.requests, plan.width, plan.counts), strict=True)
             for request in plan.requests:
                 request.stats.decode_seconds += time.perf_counter() - began
-                request.stats.engine_seconds += self._engine.run_seconds - engine
         for request, end in self._scheduler.prefills():
             with self._ending([request]):
                 emitted.append((request, self.prefill(request, end)))
@@ -100,7 +99,7 @@ class Decoder:
         """Feed the prompt up to `end` (default: all), chunk by chunk, to target and drafter; return the first token once it is fed."""
         length = request.stats.prompt_tokens = len(request.prompt)
         end = length if end is None else end
-        with _timed([request], "prefill"):
+        with self._timed([request], "prefill"):
             while request.fed < end:
                 chunk = request.prompt[request.fed : min(end, request.fed + self._chunk)]
                 verified = self._target.prefill(request.id, chunk)
@@ -122,20 +121,21 @@ class Decoder:
         `width` is the number of rows to verify, 1..K+1 (1: a plain step, nothing is drafted), `counts` the proposals of each request that
         are judged, 0..width-1; without them each request judges as many as it may emit. Raises RequestError before anything is run.
         """
-        plan = self._plan(requests, width, counts)
-        ids, view, proposals = [r.id for r in requests], self._slots.view([r.id for r in requests]), None
-        drafting = [r.id for r in requests if r.speculative and plan.width > 1]
-        self._pending.settle(drafting)
-        draws = self._draws(plan, view)
-        if drafting:
-            with _timed(requests, "draft"):
+        with self._timed(requests, "choose"):
+            plan = self._plan(requests, width, counts)
+            ids, view, proposals = [r.id for r in requests], self._slots.view([r.id for r in requests]), None
+            drafting = [r.id for r in requests if r.speculative and plan.width > 1]
+            draws = self._draws(plan, view)
+        with self._timed(requests, "draft"):
+            self._pending.settle(drafting)
+            if drafting:
                 anchors, pending = [r.anchor for r in requests], self._pending.counts(ids)
                 proposals = self._drafter.propose(ids, anchors, self._pending.taps, pending, draws=draws)
-        with _timed(requests, "verify"):
+        with self._timed(requests, "verify"):
             tokens = self._verify_tokens(requests, view, plan.width, proposals)
             verified = self._target.verify(ids, Rows(view, tokens), plan.counts)
             self._pending.verified(verified.taps)
-        with _timed(requests, "accept"):
+        with self._timed(requests, "accept"):
             choices = self._choose(plan, verified, proposals, draws)
         return [self._commit(*parts) for parts in zip(requests, plan.counts, choices, strict=True)]
 
@@ -268,12 +268,12 @@ class Decoder:
         if holds_slot:
             self.release(request)
 
-
-@contextmanager
-def _timed(requests: Sequence[Request], phase: str) -> Iterator[None]:
-    """Add the time of the block to a phase of every request that took part."""
-    began = time.perf_counter()
-    yield
-    seconds = time.perf_counter() - began
-    for request in requests:
-        request.stats.seconds[phase] += seconds
+    @contextmanager
+    def _timed(self, requests: Sequence[Request], phase: str) -> Iterator[None]:
+        """Add the time of the block, and the engine's part of it, to a phase of every request that took part."""
+        began, engine = time.perf_counter(), self._engine.run_seconds
+        yield
+        seconds, engine = time.perf_counter() - began, self._engine.run_seconds - engine
+        for request in requests:
+            request.stats.seconds[phase] += seconds
+            request.stats.engine[phase] += engine

@@ -88,8 +88,8 @@ class Drafter:
     def write_context(self, request: Hashable, taps: Rows | ArrayLike, positions: ArrayLike) -> None:
         """Write the context rows of consecutive absolute positions, as after a prefill chunk.
 
-        `taps [M,m*H]`, or `[1,M,m*H]` as a prefill gave them; `positions [M]`. Positions may begin beyond `total`: what lies between was never seen and stays invisible.
-        Only the newest rows that a window can show are written. Raises RequestError before any write.
+        `taps [M,m*H]`, or `[1,M,m*H]` as a prefill gave them; `positions [M]`. Positions may begin beyond `total`: what lies between was
+        never seen and stays invisible. Only the newest rows that a window can show are written. Raises RequestError before any write.
         """
         slot = self._slots.slot(request)
         given = taps.tensor if isinstance(taps, Rows) else np.asarray(taps)[None]

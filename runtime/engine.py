@@ -32,7 +32,7 @@ class Tensor(Protocol):
         ...
 
     def copy(self, source: Tensor) -> None:
-        """Set the values from a tensor of the same engine, whose last axis may be longer: the first entries are taken."""
+        """Set the entries that a tensor of the same engine has too; on a device only the source's last axis may be longer."""
         ...
 
     def rows(self, lo: int, size: int) -> Tensor:

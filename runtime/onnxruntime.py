@@ -49,7 +49,8 @@ class HostTensor:
 
     def copy(self, source: Tensor) -> None:
         assert isinstance(source, HostTensor)
-        self.array[...] = source.array[..., : self.array.shape[-1]]
+        both = tuple(slice(min(sizes)) for sizes in zip(self.shape, source.shape, strict=True))
+        self.array[both] = source.array[both]
 
     def rows(self, lo: int, size: int) -> HostTensor:
         return HostTensor(self.array[lo : lo + size])

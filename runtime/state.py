@@ -158,9 +158,7 @@ class State:
         shape = (slots, self._heads, capacity, self._head_dim)
         grown = {name: self._engine.allocate(shape, MODEL_DTYPE) for name in self._names}
         for name, old in self._tensors.items():
-            values = grown[name].read()
-            values[: self.slots, :, : self.capacity] = old.read()
-            grown[name].write(values)
+            grown[name].copy(old)
         self._tensors, self.slots, self.capacity = grown, slots, capacity
         self._views.clear()
         for step_bound in self.bound:

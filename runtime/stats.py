@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-PHASES = ("prefill", "draft", "verify", "accept")
-"""What a request's time is spent on, the host's part of each included."""
+ROUND = ("choose", "draft", "verify", "accept")
+"""Phases of a round: what is verified and drawn, then a graph or more each."""
+PHASES = ("prefill", *ROUND)
 
 
 @dataclass
@@ -25,10 +26,16 @@ class Stats:
     prompt_tokens: int = 0
     tokens: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    """Time by phase, engine and host. On a device a phase enqueues, and the wait for all of a round is part of `accept`."""
+    engine: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    """The part of each in which a graph ran, or was waited for."""
     decode_seconds: float = 0.0
     """From the first token to the last, engine and host."""
-    engine_seconds: float = 0.0
-    """The part of `decode_seconds` in which a graph ran."""
+
+    @property
+    def engine_seconds(self) -> float:
+        """The part of `decode_seconds` in which a graph ran."""
+        return sum(self.engine[phase] for phase in ROUND)
 
     @property
     def rounds(self) -> int:
@@ -66,6 +73,6 @@ class Stats:
         self.prompt_tokens += other.prompt_tokens
         self.tokens += other.tokens
         self.decode_seconds += other.decode_seconds
-        self.engine_seconds += other.engine_seconds
-        for name, seconds in other.seconds.items():
-            self.seconds[name] += seconds
+        for mine, theirs in ((self.seconds, other.seconds), (self.engine, other.engine)):
+            for phase, seconds in theirs.items():
+                mine[phase] += seconds

@@ -53,6 +53,35 @@ def test_compare(pair_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(summary["acceptance_per_position"]) == 7
 
 
+def test_bench(pair_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both ways of decoding, their stages, and the same as JSON; the stages of a round add up to what it took."""
+    arguments = [
+        "bench",
+        str(pair_bundle),
+        "--prompt-file",
+        str(PAIR / "prompts" / "func.jsonl"),
+        "--limit",
+        "2",
+        "--max-tokens",
+        "24",
+        "--repeats",
+        "1",
+    ]
+    assert main([*arguments, "--profile"]) == 0
+    printed = capsys.readouterr().out
+    for part in ("speculative ", "plain ", "ratio ", "accepted ", "speculative round: ", "plain round: ", "tokenizer ", "█"):
+        assert part in printed
+    assert main([*arguments, "--json"]) == 0
+    numbers = json.loads(capsys.readouterr().out)
+    assert numbers["mean_accepted_length"] > 2
+    stages = numbers["stages_ms"]
+    assert stages["plain"]["draft"] == 0 < stages["speculative"]["draft"]
+    assert set(stages["plain"]) == {"draft", "verify", "accept", "choose", "host", "tokenizer"}
+    assert all(spent >= 0 for way in stages.values() for spent in way.values())
+    assert main(["bench", str(pair_bundle)]) == 2
+    assert "bench needs prompts of the kind that will be served" in capsys.readouterr().err
+
+
 def test_compare_says_when_outputs_differ(pair_bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     generate = LLM.generate
 

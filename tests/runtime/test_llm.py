@@ -51,7 +51,7 @@ def test_results(llm: LLM) -> None:
     assert sum(stats.accepted_per_round) == len(output.token_ids) - 1 == stats.tokens - 1
     assert stats.rounds == len(stats.accepted_per_round)
     assert all(a <= n <= 7 for a, n in zip(stats.accepted, stats.proposed, strict=True))
-    assert set(stats.seconds) == {"prefill", "draft", "verify", "accept"}
+    assert set(stats.seconds) == set(stats.engine) == {"prefill", "choose", "draft", "verify", "accept"}
     assert 0 < stats.host_share < 1
     assert stats.tokens_per_second > 0
 

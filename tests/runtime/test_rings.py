@@ -14,7 +14,7 @@ from conftest import Export
 from engines import Parts, open_parts
 
 from dspark.runtime.errors import ConfigError, LimitError, RequestError, UnknownRequestError
-from dspark.runtime.state import GROWTH
+from dspark.runtime.state import GROWTH, Rows
 
 WINDOW = 32
 WIDTH = 8
@@ -58,6 +58,18 @@ def test_one_chunk(parts: Parts, drafter: oracle.Drafter, rows: int) -> None:
     taps = taps_of(parts, rows)
     parts.slots.admit("r")
     parts.drafter.write_context("r", taps, np.arange(rows))
+    assert_equals(parts, drafter, "r", taps)
+
+
+@pytest.mark.parametrize("chunk", [20, 40, 60])
+def test_taps_of_the_engine(parts: Parts, drafter: oracle.Drafter, chunk: int) -> None:
+    """Chunks of one length in tensors of their own, as a target may give them: shorter than the window, the ring, and longer."""
+    taps = taps_of(parts, 2 * chunk)
+    parts.slots.admit("r")
+    for begin in (0, chunk):
+        tensor = parts.engine.allocate((1, chunk, taps.shape[1]), "model")
+        tensor.write(taps[None, begin : begin + chunk])
+        parts.drafter.write_context("r", Rows(parts.slots.view(["r"]), tensor), np.arange(begin, begin + chunk))
     assert_equals(parts, drafter, "r", taps)
 
 
