@@ -104,9 +104,7 @@ class RoundCompare:
         self.scales = {name: 1.0 if self._outputs[name].dtype == "int64" else scale(self._outputs[name], theirs[name]) for name in names}
         absolute = {name: self.tolerances[name] * self.scales[name] for name in names}
         compare = SimpleCompareFunc(atol=absolute, rtol=0.0, check_error_stat="max")
-        return compare(
-            IterationResult(ours, runner_name=engine.runner_name), IterationResult(theirs, runner_name=reference.runner_name)
-        )
+        return compare(IterationResult(ours, runner_name=engine.runner_name), IterationResult(theirs, runner_name=reference.runner_name))
 
     def _walked(self, ours: dict[str, Array], reference: dict[str, Array]) -> tuple[dict[str, Array], int]:
         """Return the engine's outputs with the reference's in place of what follows a near tie in each block, and how many there were."""

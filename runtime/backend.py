@@ -7,8 +7,6 @@ from dspark.runtime.engine import Engine
 from dspark.runtime.errors import EngineError
 from dspark.runtime.onnxruntime import OnnxRuntimeEngine
 
-BACKENDS = ("onnxruntime", "onnxruntime-cuda", "tensorrt-rtx", "tensorrt")
-
 
 def open_engine(bundle: Bundle, backend: str) -> Engine:
     """Return an engine that runs the bundle here. Raises EngineError saying why it cannot."""
