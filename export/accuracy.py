@@ -97,7 +97,8 @@ class RoundCompare:
     def __call__(self, engine: IterationResult, reference: IterationResult) -> dict[str, OutputCompareResult]:
         """Return a result for each output that both have."""
         names = [name for name in reference if name in engine]
-        ours, theirs = ({name: np.asarray(result[name]) for name in names} for result in (engine, reference))
+        # Integers too: Polygraphy divides by them, also by 0.
+        ours, theirs = ({name: np.asarray(result[name], np.float64) for name in names} for result in (engine, reference))
         if self._call.graph in (DRAFT, DRAFT_SAMPLED):
             complete = {name: np.asarray(values) for name, values in reference.items()}
             ours, self.near_ties[engine.runner_name] = self._walked(ours, complete)
