@@ -45,12 +45,12 @@ def bundle(request: pytest.FixtureRequest, export: Export, pair_bundle: Path) ->
 class SessionRunner(OnnxrtRunner):
     """Polygraphy's own runner on the session of one graph; `state` goes from call to call by copies, as outputs and inputs.
 
-    Independent of the runtime's bindings and of state in place: `rows` grow by padding.
+    Independent of the runtime's bindings, and of state in place. `memory` says which rows are looked at.
     """
 
-    def __init__(self, engine: OnnxRuntimeEngine, graph: str, state: Values, capacities: dict[str, int]) -> None:
+    def __init__(self, engine: OnnxRuntimeEngine, graph: str, state: Values, memory: Memory) -> None:
         super().__init__(lambda: engine._session(graph), name="session")
-        self._signature, self._state, self._capacities = engine.signatures[graph], state, capacities
+        self._signature, self._state, self._memory = engine.signatures[graph], state, memory
         self._names = list(self._signature.aliases.values())
 
     def get_input_metadata_impl(self) -> Any:
@@ -61,20 +61,20 @@ class SessionRunner(OnnxrtRunner):
         return metadata
 
     def infer_impl(self, feed_dict: Values) -> Any:
-        states = {spec.name: spec for spec in self._signature.inputs if spec.name in self._names}
-        for name, spec in states.items():
-            letter, batch = str(spec.shape[2]), len(feed_dict["start"])
-            shape = (batch, spec.shape[1], self._capacities[letter], spec.shape[3])
-            self._state.setdefault(name, np.zeros(shape, np.float32))
-        outputs = super().infer_impl(OrderedDict(feed_dict | {name: self._state[name] for name in states}))
+        manifest = self._memory.engine.manifest
+        capacities = {"B": len(feed_dict["logits" if "logits" in feed_dict else "start"])}
+        capacities |= {"R": manifest.ring_capacity, "S": manifest.cache_capacity}
+        for spec in self._signature.inputs:
+            if spec.name in self._names and spec.name not in self._state:
+                self._state[spec.name] = np.zeros([capacities[d] if isinstance(d, str) else d for d in spec.shape], np.float32)
+        outputs = super().infer_impl(OrderedDict(feed_dict | {name: self._state[name] for name in self._names}))
         for updated, name in self._signature.aliases.items():
             self._state[name] = outputs[updated]
-            rows = int(max(feed_dict["start"])) + (feed_dict.get("taps", feed_dict.get("tokens"))).shape[1]
-            outputs[updated] = outputs[updated][:, :, :rows]
+            outputs[updated] = np.take_along_axis(outputs[updated], self._memory.written(self._signature)[:, None, :, None], 2)
         return outputs
 
 
-def run(bundle: Bundle, ours: Callable[[str], Any], compared: Callable[[Call, dict[str, Any], RoundCompare], None]) -> set[str]:
+def run(bundle: Bundle, ours: Callable[[str, Memory], Any], compared: Callable[[Call, dict[str, Any], RoundCompare], None]) -> set[str]:
     """Run the scenario on torch and on the runners of `ours`, compare every call; return the graphs that took part."""
     engine, graphs = EagerEngine(bundle), set()
     memory = Memory(engine, batch_size(bundle.manifest))
@@ -83,7 +83,7 @@ def run(bundle: Bundle, ours: Callable[[str], Any], compared: Callable[[Call, di
     while True:
         graphs.add(call.graph)
         with G_LOGGER.verbosity(G_LOGGER.CRITICAL):
-            results = Comparator.run([EngineRunner(REFERENCE, memory, call.graph), ours(call.graph)], data_loader=[call.feed])
+            results = Comparator.run([EngineRunner(REFERENCE, memory, call.graph), ours(call.graph, memory)], data_loader=[call.feed])
             compare = RoundCompare(bundle.manifest, call, engine.signatures[call.graph].outputs)
             (accuracy,) = Comparator.compare_accuracy(results, compare_func=compare, comparisons=[(1, 0)])
         (outcome,) = accuracy["session", REFERENCE]
@@ -97,14 +97,13 @@ def run(bundle: Bundle, ours: Callable[[str], Any], compared: Callable[[Call, di
 def test_every_graph_and_the_state(bundle: Bundle) -> None:
     """Torch against Polygraphy's runner of ONNX Runtime, over prefill and four ragged rounds, state fed forward by each."""
     engine, state, seen = OnnxRuntimeEngine(bundle), dict[str, Array](), set()
-    capacities = {"R": bundle.manifest.ring_capacity, "S": bundle.manifest.cache_capacity}
 
     def compared(call: Call, outcome: dict[str, Any], compare: RoundCompare) -> None:
         for name, result in outcome.items():
             assert result, f"{call.step}, {call.graph}, {name}: {result}, tolerance {compare.tolerances[name]}"
             seen.add((call.step, name))
 
-    graphs = run(bundle, lambda graph: SessionRunner(engine, graph, state, capacities), compared)
+    graphs = run(bundle, lambda graph, memory: SessionRunner(engine, graph, state, memory), compared)
     assert graphs == set(GRAPHS)
     last = f"round {len(COMMITS) - 1}"
     for kind, config in (("ring", bundle.manifest.drafter), ("cache", bundle.manifest.target)):
