@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -94,6 +95,22 @@ def test_a_wrong_logit(golden_bundle: Path, capsys: pytest.CaptureFixture[str], 
     assert first["near_tie"] is False
     assert 0 < first["gap"] <= first["lead"]
     assert {row["output"] for row in engine["tensors"] if not row["passed"]} == {"logits"}
+
+
+def late_logit(_before: Values, after: Values) -> None:
+    """Wrong only behind all positions of the tensor comparison."""
+    for row, start in enumerate(after["start"]):
+        after["logits"][row, start + after["logit_rows"][row] == 50, 7] += 9
+
+
+def test_a_wrong_token(golden_bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor shows it: the tokens alone count, too."""
+    altered(monkeypatch, TARGET, late_logit)
+    assert verify_cli.main([str(golden_bundle), "--tokens", "30"]) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("FAIL") == 1
+    assert "FAIL 60 greedy tokens, speculative against plain: 1 mismatches, 0 near ties" in printed
+    assert re.search(r"MISMATCH: prompt 1, token 28: expected \d+, got 7; the reference's top-2 gap is \d\.\d+e[-+]\d+ \(", printed)
 
 
 def test_refusals(
