@@ -23,6 +23,17 @@ LOWEST = -104.0
 class Truncate(nn.Module):
     """Finds the threshold; `begin`, then STEPS times `narrow_count`, `needed_mass`, and STEPS times `narrow_mass`."""
 
+    def forward(self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+        """Return the threshold `[B,M]` on the log-weights of `logits [B,M,V]`; the exporter joins the same steps."""
+        z, weights, low, zero = self.begin(logits, temperature, min_p)
+        high = zero
+        for _ in range(STEPS):
+            low, high = self.narrow_count(z, top_k, low, high)
+        needed, high = self.needed_mass(z, weights, top_p, low), zero
+        for _ in range(STEPS):
+            low, high = self.narrow_mass(z, weights, needed, low, high)
+        return low
+
     def begin(self, logits: Tensor, temperature: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return log-weights and weights `[B,M,V]`, and the bracket `[B,M]`: at the low end min_p holds, at the high end all are below."""
         z = scaled(logits, temperature)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from random_pair import Shape, write_pair
 
 from dspark.export.bundle import ExportOptions, export_bundle
@@ -22,6 +23,7 @@ PAIR = ROOT / "examples" / "pair"
 Export = Callable[..., Path]
 
 if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
     backend.DEFAULT_THREADS = 1  # the workers share the cores: threads that wait for each other would take them from the others
 
 SMALL = Shape(

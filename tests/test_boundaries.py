@@ -43,7 +43,9 @@ def test_module(path: Path) -> None:
         assert roots <= set(sys.stdlib_module_names)
 
 
-@pytest.mark.parametrize("module", ["dspark.runtime", "dspark.plugins.contract", "dspark.runtime.cli", "dspark.export.cli"])
+@pytest.mark.parametrize(
+    "module", ["dspark.runtime", "dspark.plugins.contract", "dspark.runtime.cli", "dspark.export.cli", "dspark.export.verify_cli"]
+)
 def test_importing_pulls_nothing_heavy(module: str) -> None:
     """In a process of its own: neither torch nor an engine is loaded by importing the public modules."""
     code = f"import sys, {module}; print(*sorted({{n.split('.')[0] for n in sys.modules}} & {HEAVY | BACKENDS!r}))"
@@ -53,7 +55,7 @@ def test_importing_pulls_nothing_heavy(module: str) -> None:
 
 def test_the_commands_start_with_the_standard_library() -> None:
     """What loads before Ctrl-C is caught is little: no numpy, no engine."""
-    code = "import sys, dspark.runtime.cli, dspark.export.cli; print('numpy' in sys.modules)"
+    code = "import sys, dspark.runtime.cli, dspark.export.cli, dspark.export.verify_cli; print('numpy' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
 

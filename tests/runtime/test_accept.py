@@ -116,16 +116,8 @@ def test_truncation_in_torch(small_bundle: Path) -> None:
     draws = Draws({i: Sampled(p, 0, 9) for i, p in enumerate(PARAMS[2:6])}, B, K)
     inputs = draws.of(("temperature", "top_k", "top_p", "min_p"))
     ours = Acceptance(parts.engine)._run("truncate", tensors(parts, logits=logits), inputs)["threshold"].read()
-    temperature, top_k, top_p, min_p = (torch.from_numpy(v) for v in inputs.values())
-    model = truncate.Truncate()
-    z, weights, low, zero = model.begin(torch.from_numpy(logits), temperature, min_p)
-    high = zero
-    for _ in range(truncate.STEPS):
-        low, high = model.narrow_count(z, top_k, low, high)
-    needed, high = model.needed_mass(z, weights, top_p, low), zero
-    for _ in range(truncate.STEPS):
-        low, high = model.narrow_mass(z, weights, needed, low, high)
-    np.testing.assert_allclose(ours, low.numpy(), atol=2e-6)
+    expected = truncate.Truncate()(torch.from_numpy(logits), *(torch.from_numpy(values) for values in inputs.values()))
+    np.testing.assert_allclose(ours, expected.numpy(), atol=2e-6)
 
 
 def judge(logits: Array, tokens: Array, count: int, q: Array, params: SamplingParams, draws: Draws, b: int) -> tuple[int, set[int]]:

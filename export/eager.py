@@ -1,0 +1,128 @@
+"""Engine on torch: the modules that a bundle's graphs were traced from, run eagerly in float32 on the CPU, with the bundle's own weights.
+
+The reference of accuracy comparisons, behind the same seam as every other engine. Also for a bf16 or fp16 bundle it computes in float32,
+and it always has the debug outputs. Needs the memory of the pair in float32. Does not know how engines are compared.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor as TorchTensor
+from torch import nn
+
+from dspark.export.accept import Accept, AcceptSampled, Logprobs
+from dspark.export.drafter import Drafter
+from dspark.export.pair import SHARED
+from dspark.export.target import Target
+from dspark.export.truncate import Truncate
+from dspark.runtime.bundle import Bundle
+from dspark.runtime.engine import Array, Tensor, check_binding, numpy_dtype
+from dspark.runtime.graphs import ACCEPT, ACCEPT_SAMPLED, CONTEXT, DRAFT, DRAFT_SAMPLED, LOGPROBS, TARGET, TRUNCATE, signatures
+
+Values = Sequence[TorchTensor]
+Forward = Callable[[Values, list[TorchTensor]], tuple[Values, Values]]
+
+
+class EagerTensor:
+    """A torch tensor on the CPU."""
+
+    def __init__(self, tensor: TorchTensor) -> None:
+        self.tensor = tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    def read(self) -> Array:
+        return self.tensor.numpy()
+
+    def write(self, values: ArrayLike) -> None:
+        self.read()[...] = values
+
+    def rows(self, lo: int, size: int) -> EagerTensor:
+        return EagerTensor(self.tensor[lo : lo + size])
+
+
+class EagerEngine:
+    """Runs a bundle's graphs as torch modules in float32."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        m = self.manifest = replace(bundle.manifest, dtype="fp32", debug_outputs=True)
+        self.run_seconds = 0.0
+        self.signatures = signatures(m.target, m.drafter, m.num_speculative_tokens, debug_outputs=True)
+        target = _load(Target(m.target, m.drafter.target_layer_ids), "target", bundle, TARGET)
+        drafter = _load(Drafter(m.drafter, m.num_speculative_tokens, m.window, debug_outputs=True), "drafter", bundle, DRAFT)
+        top = self.signatures[LOGPROBS].outputs[1].shape[-1]
+        assert isinstance(top, int)
+        self.forwards: dict[str, Forward] = {
+            CONTEXT: lambda inputs, rings: ((), drafter.context(*inputs, rings)),
+            DRAFT: lambda inputs, rings: drafter(*inputs, rings),
+            DRAFT_SAMPLED: lambda inputs, rings: drafter(*inputs[:5], rings, *inputs[5:]),
+            TARGET: lambda inputs, caches: _split(target(*inputs, caches)),
+            ACCEPT: _stateless(Accept()),
+            ACCEPT_SAMPLED: _stateless(AcceptSampled()),
+            TRUNCATE: _stateless(Truncate()),
+            LOGPROBS: _stateless(Logprobs(top)),
+        }
+
+    def allocate(self, shape: tuple[int, ...], dtype: str) -> EagerTensor:
+        return EagerTensor(torch.from_numpy(np.zeros(shape, numpy_dtype(dtype, self.manifest))))
+
+    def bind(self, graph: str, tensors: Mapping[str, Tensor]) -> _EagerStep:
+        check_binding(graph, self.signatures[graph], self.manifest, {name: tensor.shape for name, tensor in tensors.items()})
+        ours = {name: tensor.tensor for name, tensor in tensors.items() if isinstance(tensor, EagerTensor)}
+        assert len(ours) == len(tensors), "tensors of another engine"
+        return _EagerStep(self, graph, ours)
+
+
+class _EagerStep:
+    """A graph bound to torch tensors; the modules return new state, which is copied to where the old one is."""
+
+    def __init__(self, engine: EagerEngine, graph: str, tensors: Mapping[str, TorchTensor]) -> None:
+        self._engine, self._forward, self._tensors, signature = engine, engine.forwards[graph], tensors, engine.signatures[graph]
+        states = set(signature.aliases.values())
+        self._inputs = [tensors[spec.name] for spec in signature.inputs if spec.name not in states]
+        self._states = [tensors[spec.name] for spec in signature.inputs if spec.name in states]
+        self._outputs = [tensors[spec.name] for spec in signature.outputs if spec.name not in signature.aliases]
+
+    def run(self) -> None:
+        began = time.perf_counter()
+        with torch.no_grad():
+            outputs, states = self._forward(self._inputs, list(self._states))
+            for old, new in zip([*self._outputs, *self._states], [*outputs, *states], strict=True):
+                old.copy_(new)
+        self._engine.run_seconds += time.perf_counter() - began
+
+
+def _stateless(module: nn.Module) -> Forward:
+    def forward(inputs: Values, _states: list[TorchTensor]) -> tuple[Values, Values]:
+        result = module(*inputs)
+        return ((result,) if isinstance(result, TorchTensor) else result), ()
+
+    return forward
+
+
+def _split(result: tuple[TorchTensor, TorchTensor, list[TorchTensor]]) -> tuple[Values, Values]:
+    logits, taps, caches = result
+    return (logits, taps), caches
+
+
+def _load(model: nn.Module, kind: str, bundle: Bundle, graph: str) -> nn.Module:
+    """Give a model the weights of a graph, as float32: the values that an engine computes with, also where the export rounded them."""
+    read = ir.load(bundle.graph_path(graph)).graph
+    ir.external_data.set_base_dir(read, Path(bundle.manifest.weights.root or bundle.directory))
+    for name, parameter in model.named_parameters():
+        # A weight that both models share, or a tied one, has the name of its first user.
+        names = [f"{owner}.{n}" for n in ((name, *SHARED) if name in SHARED else (name,)) for owner in (kind, "target")]
+        stored = next(read.initializers[n].const_value for n in names if n in read.initializers)
+        assert stored is not None
+        parameter.data = torch.from_numpy(stored.numpy().astype(np.float32))
+    return model.eval()

@@ -1,0 +1,181 @@
+"""`dspark-verify BUNDLE`: compare every engine of a bundle that runs on this machine with the reference.
+
+Knows arguments, the report and exit codes: 0 the same within tolerances, 1 a real mismatch, 2 refused, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dspark.runtime.bundle import Bundle, load_bundle
+from dspark.runtime.errors import DSparkError, EngineError, ExportError, numbered
+from dspark.runtime.terminal import ProgressLine
+
+if TYPE_CHECKING:
+    from dspark.export.accuracy import Measured, Tensors
+    from dspark.export.greedy import Divergence, Tokens
+
+_TEXTS = ("The capital of France is", "def fibonacci(n):\n    ")
+"""Prompts besides the seeded ones, where the bundle has a tokenizer."""
+
+
+@dataclass
+class Report:
+    """What a run found: by engine, tensors (None for the reference itself) and tokens; the engines that did not run, with reasons."""
+
+    bundle: Bundle
+    reference: str
+    tensors: Mapping[str, Tensors]
+    tokens: Mapping[str, Tokens]
+    not_run: Mapping[str, str]
+
+    @property
+    def passed(self) -> bool:
+        """Whether no engine has a real mismatch."""
+        return all(part.passed for part in (*self.tensors.values(), *self.tokens.values()))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; return its exit code."""
+    args = _parser().parse_args(argv)
+    line = ProgressLine(sys.stderr)
+    try:
+        report = verify(args.bundle, args.tokens, line)
+    except (DSparkError, OSError) as error:
+        line.clear()
+        print(f"dspark-verify: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        line.clear()
+        print(file=sys.stderr)
+        return 130
+    line.clear()
+    print(json.dumps(_as_json(report), indent=2) if args.json else _table(report))
+    return 0 if report.passed else 1
+
+
+def verify(directory: Path, tokens: int, line: ProgressLine) -> Report:
+    """Compare the engines of a bundle. Raises DSparkError where that cannot be done."""
+    line.show("loading the reference")
+    try:
+        import polygraphy  # noqa: F401
+    except ImportError as error:
+        raise ExportError(f'Polygraphy, which runs the comparison, is missing ({error}): pip install "dspark[polygraphy]"') from error
+    from dspark.export.accuracy import compare_tensors
+    from dspark.export.candidates import open_engines, open_reference
+    from dspark.export.greedy import compare_tokens, plain_tokens, seeded_prompts
+
+    bundle = load_bundle(directory)
+    engines, not_run = open_engines(bundle)
+    if not engines:
+        reasons = numbered(f"{name}: {reason}" for name, reason in not_run.items())
+        raise EngineError(f"no engine of {directory} can run on this machine, so nothing was compared:{reasons}")
+    name, reference = open_reference(bundle)
+    line.show("comparing tensors")
+    others = {other: engine for other, engine in engines.items() if other != name}
+    tensors = compare_tensors(bundle.manifest, reference, others) if others else {}
+    line.show(f"decoding {tokens} tokens on the reference")
+    prompts = seeded_prompts(bundle.manifest) + _text_prompts(bundle)
+    expected = plain_tokens(reference, prompts, tokens)
+    compared = {}
+    for other, engine in engines.items():
+        line.show(f"decoding {tokens} tokens on {other}")
+        compared[other] = compare_tokens(bundle.manifest, reference, engine, prompts, expected)
+    return Report(bundle, name, tensors, compared, not_run)
+
+
+def _text_prompts(bundle: Bundle) -> list[list[int]]:
+    from dspark.runtime.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(bundle.directory)
+    encoded = [] if tokenizer is None else [tokenizer.encode(text) for text in _TEXTS]
+    return [ids for ids in encoded if 0 < len(ids) <= bundle.manifest.limits.max_seq_len // 2]
+
+
+def _table(report: Report) -> str:
+    """Return a line for each graph of each engine, with the output that came closest to its tolerance, and one for its tokens."""
+    manifest = report.bundle.manifest
+    lines = [f"{report.bundle.directory}: {manifest.dtype}; the reference is {report.reference} in float32"]
+    for name, tokens in report.tokens.items():
+        tensors = report.tensors.get(name)
+        rows = [] if tensors is None else [_measured(row) for row in tensors.worst()]
+        if tensors is None:
+            rows.append('     tensors not compared: it is the reference; pip install "dspark[export]" to compare it with torch')
+        near = sum(divergence.is_near_tie for divergence in tokens.divergences)
+        real = len(tokens.divergences) - near
+        counts = f"{tokens.compared} greedy tokens, speculative against plain: {real} mismatches, {near} near ties"
+        rows += [f"{_verdict(tokens.passed)} {counts}", *(_divergence(d, manifest.dtype) for d in tokens.divergences)]
+        lines += [name, *(f"  {row}" for row in rows)]
+    lines += [f"{name}\n  not run: {reason}" for name, reason in report.not_run.items()]
+    return "\n".join(lines)
+
+
+def _verdict(passed: bool) -> str:
+    return "ok  " if passed else "FAIL"
+
+
+def _measured(row: Measured) -> str:
+    ties = f", {row.near_ties} near ties" if row.near_ties else ""
+    allowed = f"{row.difference:.1e} of {row.tolerance:.1e}" if row.tolerance else f"{row.difference:g}, exact expected"
+    return f"{_verdict(row.passed)} {row.graph:<15} {row.output:<24} {allowed} ({row.step}{ties})"
+
+
+def _divergence(d: Divergence, dtype: str) -> str:
+    kind = "near tie" if d.is_near_tie else "MISMATCH"
+    return (
+        f"     {kind}: prompt {d.prompt}, token {d.position}: expected {d.expected}, got {d.got}; the reference's top-2 gap is {d.gap:.2e} "
+        f"({d.gap_in_ulps:.1f} {dtype} ULP), {d.lead:.2e} to the token got, near up to {d.limit:.2e}"
+    )
+
+
+def _as_json(report: Report) -> dict[str, Any]:
+    engines = {}
+    for name, tokens in report.tokens.items():
+        tensors = report.tensors.get(name)
+        rows = [] if tensors is None else [_finite(dataclasses.asdict(row)) for row in tensors.measured.values()]
+        divergences = [_finite(dataclasses.asdict(d)) | {"near_tie": d.is_near_tie} for d in tokens.divergences]
+        passed = tokens.passed and (tensors is None or tensors.passed)
+        engines[name] = {"passed": passed, "tensors": rows, "tokens": {"compared": tokens.compared, "divergences": divergences}}
+    return {
+        "bundle": str(report.bundle.directory),
+        "dtype": report.bundle.manifest.dtype,
+        "reference": report.reference,
+        "passed": report.passed,
+        "engines": engines,
+        "not_run": dict(report.not_run),
+    }
+
+
+def _finite(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return fields with infinities and NaN as text, which JSON has no numbers for."""
+    return {key: str(value) if isinstance(value, float) and not math.isfinite(value) else value for key, value in fields.items()}
+
+
+def _tokens(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of at least 1")
+    return int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dspark-verify", description="Compare every engine of a bundle that runs on this machine, tensor by tensor and token by token."
+    )
+    parser.add_argument("--version", action="version", version=f"dspark {version('dspark')}")
+    parser.add_argument("bundle", type=Path, help="bundle directory made by dspark-export")
+    parser.add_argument("--tokens", type=_tokens, default=64, metavar="N", help="greedy tokens of each prompt (default 64)")
+    parser.add_argument("--json", action="store_true", help="print machine-readable results, every output included")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
