@@ -114,6 +114,8 @@ class EngineBuilder:
         config = network.builder.create_builder_config()
         # Without it an output that shares an input's memory, the ring, is refused.
         config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
+        if self._plan.dtype == "fp32":
+            config.clear_flag(trt.BuilderFlag.TF32)  # float32 products are to be float32, as they are on every other engine
         if options.flavour == "tensorrt-rtx":
             config.num_compute_capabilities = 1
             config.set_compute_capability(_capability(trt, capability), 0)

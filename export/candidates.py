@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dspark.runtime.backend import open_engine
+from dspark.runtime.backend import ONNXRUNTIME, ONNXRUNTIME_CUDA, open_engine
 from dspark.runtime.bundle import Bundle
 from dspark.runtime.engine import Engine
 from dspark.runtime.errors import EngineError, ExportError
+from dspark.runtime.graphs import GRAPHS
 
-TORCH, ONNX_RUNTIME, ONNX_RUNTIME_CUDA = "torch", "onnxruntime", "onnxruntime-cuda"
+TORCH = "torch"
 
 
 def open_reference(bundle: Bundle) -> tuple[str, Engine]:
@@ -24,7 +25,7 @@ def open_reference(bundle: Bundle) -> tuple[str, Engine]:
         from dspark.export.eager import EagerEngine
     except ImportError as error:
         if bundle.manifest.dtype == "fp32":
-            return ONNX_RUNTIME, open_engine(bundle, ONNX_RUNTIME)
+            return ONNXRUNTIME, open_engine(bundle, ONNXRUNTIME)
         raise ExportError(
             f"{bundle.directory} is a {bundle.manifest.dtype} bundle: what it is compared with is the float32 form of its weights, which "
             f'torch computes ({error}): pip install "dspark[export]"'
@@ -39,9 +40,11 @@ def open_engines(bundle: Bundle) -> tuple[dict[str, Engine], Mapping[str, str]]:
     compiled: dict[str, list[str]] = {}
     for record in bundle.manifest.engines.values():
         compiled.setdefault(record.flavour, []).append(record.compute_capability)
-    for backend in (ONNX_RUNTIME, ONNX_RUNTIME_CUDA, *compiled):
+    for backend in (ONNXRUNTIME, ONNXRUNTIME_CUDA, *compiled):
         try:
-            engines[backend] = open_engine(bundle, backend)
+            engine = open_engine(bundle, backend)
+            engine.load(GRAPHS)
+            engines[backend] = engine
         except EngineError as error:
             made_for = f"compiled for {', '.join(compiled[backend])}; " if backend in compiled else ""
             reasons[backend] = f"{made_for}{error}"

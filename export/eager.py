@@ -7,7 +7,7 @@ and it always has the debug outputs. Needs the memory of the pair in float32. Do
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,8 +24,8 @@ from dspark.export.pair import SHARED
 from dspark.export.target import Target
 from dspark.export.truncate import Truncate
 from dspark.runtime.bundle import Bundle
-from dspark.runtime.engine import Array, Tensor, check_binding, numpy_dtype
-from dspark.runtime.graphs import ACCEPT, ACCEPT_SAMPLED, CONTEXT, DRAFT, DRAFT_SAMPLED, LOGPROBS, TARGET, TRUNCATE, signatures
+from dspark.runtime.engine import Array, Tensor, check_binding, manifest_signatures
+from dspark.runtime.graphs import ACCEPT, ACCEPT_SAMPLED, CONTEXT, DRAFT, DRAFT_SAMPLED, LOGPROBS, MODEL_DTYPE, TARGET, TRUNCATE
 
 Values = Sequence[TorchTensor]
 Forward = Callable[[Values, list[TorchTensor]], tuple[Values, Values]]
@@ -47,6 +47,11 @@ class EagerTensor:
     def write(self, values: ArrayLike) -> None:
         self.read()[...] = values
 
+    def copy(self, source: Tensor) -> None:
+        assert isinstance(source, EagerTensor)
+        both = tuple(slice(min(sizes)) for sizes in zip(self.shape, source.shape, strict=True))
+        self.tensor[both] = source.tensor[both]
+
     def rows(self, lo: int, size: int) -> EagerTensor:
         return EagerTensor(self.tensor[lo : lo + size])
 
@@ -54,10 +59,12 @@ class EagerTensor:
 class EagerEngine:
     """Runs a bundle's graphs as torch modules in float32."""
 
+    fixed_capacity = False
+
     def __init__(self, bundle: Bundle) -> None:
         m = self.manifest = replace(bundle.manifest, dtype="fp32", debug_outputs=True)
         self.run_seconds = 0.0
-        self.signatures = signatures(m.target, m.drafter, m.num_speculative_tokens, debug_outputs=True)
+        self.signatures = manifest_signatures(m)
         target = _load(Target(m.target, m.drafter.target_layer_ids), "target", bundle, TARGET)
         drafter = _load(Drafter(m.drafter, m.num_speculative_tokens, m.window, debug_outputs=True), "drafter", bundle, DRAFT)
         top = self.signatures[LOGPROBS].outputs[1].shape[-1]
@@ -74,7 +81,16 @@ class EagerEngine:
         }
 
     def allocate(self, shape: tuple[int, ...], dtype: str) -> EagerTensor:
-        return EagerTensor(torch.from_numpy(np.zeros(shape, numpy_dtype(dtype, self.manifest))))
+        return EagerTensor(torch.from_numpy(np.zeros(shape, "float32" if dtype == MODEL_DTYPE else dtype)))
+
+    def available_memory(self) -> int | None:
+        return None
+
+    def load(self, graphs: Iterable[str]) -> None:
+        assert self.forwards.keys() >= set(graphs)  # all are there from the start
+
+    def fetch(self, tensors: Sequence[Tensor]) -> list[Array]:
+        return [tensor.read() for tensor in tensors]
 
     def bind(self, graph: str, tensors: Mapping[str, Tensor]) -> _EagerStep:
         check_binding(graph, self.signatures[graph], self.manifest, {name: tensor.shape for name, tensor in tensors.items()})
