@@ -65,7 +65,7 @@ needs_nvrtc = pytest.mark.skipif(not nvrtc_installed(), reason="nvidia-cuda-nvrt
 
 def attention(dtype: str, head_dim: int, group: int) -> tuple[Launch, ...]:
     """Seven block rows over a ring of 2064 slots, 8 key/value heads, on 132 multiprocessors."""
-    return kernels.block_attention(dtype, 1, 8 * group, 8, 7, 2064, head_dim, 2048, head_dim**-0.5, 132)
+    return kernels.block_attention(kernels.AttentionShape(dtype, 1, 8 * group, 8, 7, 2064, head_dim, 2048), head_dim**-0.5, 132)
 
 
 @dataclass(frozen=True)
