@@ -71,8 +71,16 @@ def workspace(operator: Operator, dtype: str, sizes: Mapping[str, int], attribut
 def _shape(dtype: str, sizes: Mapping[str, int], attributes: Mapping[str, Any]) -> AttentionShape:
     from dspark.plugins.kernels import AttentionShape
 
-    rows = (sizes[letter] for letter in ("B", "Hq", "G", "T", "R", "D"))
-    return AttentionShape(_KERNEL_DTYPES[dtype], *rows, attributes["window"])
+    return AttentionShape(
+        dtype=_KERNEL_DTYPES[dtype],
+        batch=sizes["B"],
+        heads=sizes["Hq"],
+        kv_heads=sizes["G"],
+        block=sizes["T"],
+        capacity=sizes["R"],
+        head_dim=sizes["D"],
+        window=attributes["window"],
+    )
 
 
 def prepare(operator: Operator, dtype: str, sizes: Mapping[str, int], attributes: Mapping[str, Any]) -> tuple[Prepared, ...]:

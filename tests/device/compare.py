@@ -117,7 +117,9 @@ def rounds_of(cpu: Any, text: Sequence[int]) -> list[Arrays]:
 def play_on_cpu(cpu: Any, signature: Signature, rounds: list[Arrays], sizes: Mapping[str, int]) -> Iterator[Arrays]:
     """The same as `play`, with ONNX Runtime."""
     specs = [spec for spec in (*signature.inputs, *signature.outputs) if spec.name not in signature.aliases]
-    tensors = {spec.name: cpu.allocate(tuple(sizes.get(size, size) for size in spec.shape), spec.dtype) for spec in specs}
+    tensors = {
+        spec.name: cpu.allocate(tuple(sizes[size] if isinstance(size, str) else size for size in spec.shape), spec.dtype) for spec in specs
+    }
     step = cpu.bind(DRAFT, tensors)
     for fed in rounds:
         for name, values in fed.items():
@@ -130,10 +132,10 @@ def run(scratch: Path) -> str:
     """Compare on the card."""
     made = bundle(scratch)
     need("cuda.bindings", "onnxruntime")
-    from dspark.export.flavour import load_module
     from dspark.plugins import registry
     from dspark.runtime.bundle import load_bundle
     from dspark.runtime.engines import engine_directory, engine_path
+    from dspark.runtime.flavour import load_module
     from dspark.runtime.onnxruntime import OnnxRuntimeEngine
 
     torch.zeros(1, device="cuda")

@@ -15,7 +15,7 @@ def run(scratch: Path) -> str:
     name = flavour()
     major, minor = torch.cuda.get_device_capability()
     if name == "tensorrt-rtx":
-        from dspark.export.flavour import load_module
+        from dspark.runtime.flavour import load_module
 
         if f"SM{major}{minor}" not in load_module(name).ComputeCapability.__members__:
             raise Skipped(f"TensorRT-RTX builds nothing for compute capability {major}.{minor}")

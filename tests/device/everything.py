@@ -22,7 +22,7 @@ SECTIONS = (
     Section("engines against ONNX Runtime", "device.compare", 60),
     Section("dspark run --compare", "device.generate", 60),
     Section("dspark-verify", "device.verify", 80),
-    Section("pytest -m gpu", "device.suite", 80),
+    Section("pytest -m gpu", "device.suite", 150),
 )
 
 PACKAGES = ("torch", "cuda-bindings", "nvidia-cuda-nvrtc", "onnxruntime-gpu", "onnxruntime", "tensorrt", "tensorrt-rtx-cu13")

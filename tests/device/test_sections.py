@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from device import everything, product, sections
+from device import everything, product, sections, suite
 from device.sections import FAILED, PASSED, SKIPPED, Section, run_all, table
 
 BODIES = {
@@ -101,6 +101,27 @@ def test_needs_are_named() -> None:
         product.need("json", "no_such_module", "no_such.submodule")
     with pytest.raises(sections.Skipped, match="no command dspark-nothing"):
         product.command("dspark-nothing")
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("def test_a(): pass\ndef test_b(): pytest.skip('absent')", "1 pass, 1 skip"),
+        ("def test_b(): pytest.skip('absent')", "no test ran, 1 were skipped"),
+        ("def test_a(): pass\ndef test_b(): assert 0", "exit code 1"),
+        ("", "no test ran, 0 were skipped"),
+    ],
+)
+def test_the_marked_tests_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, expected: str) -> None:
+    (tmp_path / "test_it.py").write_text(f"import pytest\npytestmark = pytest.mark.gpu\n{body}\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs a device\n")
+    monkeypatch.setattr(suite, "ROOT", tmp_path)
+    try:
+        said = suite.run(tmp_path)
+    except (sections.Skipped, sections.Failed) as outcome:
+        said = str(outcome)
+        assert isinstance(outcome, sections.Failed) == ("exit" in expected)
+    assert expected in said
 
 
 def test_without_a_card_the_script_says_so() -> None:

@@ -107,6 +107,20 @@ def test_constants_are_the_same() -> None:
     assert f'VERSION = "{PLUGIN_ATTRIBUTES["plugin_version"]}"' in contract
 
 
+def test_arguments_of_the_kernels_are_in_order() -> None:
+    """kernels.cu passes addresses of variables: the same names in the same order, of the same types, as plugins/kernels.py."""
+    text = (SOURCES / "kernels.cu").read_text()
+    written = kernels.ring_write("float16", 1, 8, 2064, 8, 128)
+    attend, merge = kernels.block_attention(kernels.AttentionShape("float16", 1, 32, 8, 7, 2064, 128, 2048), 1.0, 132)
+    for array, one in (("arguments", written), ("attend", attend), ("merge", merge)):
+        (listed,) = re.findall(rf"void\* {array}\[\] = \{{(.*?)\}};", text, re.DOTALL)
+        names = [name.strip().removeprefix("&").removeprefix("p.") for name in listed.split(",")]
+        assert names == [*one.pointers, *(scalar.name.replace("scale", "log2_scale") for scalar in one.scalars)]
+        for scalar in one.scalars:
+            name = scalar.name.replace("scale", "log2_scale")
+            assert re.search(rf"^    {scalar.c_type} (?:\w+ = [^;]*, )?{name} = ", text, re.MULTILINE), name
+
+
 @needs_compiler
 def test_the_contract(probe: ctypes.CDLL) -> None:
     """Names, letters, dtypes, aliases and attributes of the creators that the library hands out."""
