@@ -160,6 +160,8 @@ const char* play(int number, int fields, const char* const* names, const int* ty
         tensor = right;
         tensor.type = nvinfer1::DataType::kINT32;
         notes << build->supportsFormatCombination(i, tensors.data(), inputs, 1);
+        tensor.type = right.type == nvinfer1::DataType::kHALF ? nvinfer1::DataType::kFLOAT : nvinfer1::DataType::kHALF;
+        notes << build->supportsFormatCombination(i, tensors.data(), inputs, 1);
         tensor = right;
     }
     notes << "\n";
