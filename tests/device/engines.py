@@ -19,8 +19,10 @@ def run(scratch: Path) -> str:
 
         if f"SM{major}{minor}" not in load_module(name).ComputeCapability.__members__:
             raise Skipped(f"TensorRT-RTX builds nothing for compute capability {major}.{minor}")
-    arguments = ["--backend", name, "--compute-capability", f"{major}.{minor}", "--max-batch-size", "4", "--debug-outputs", "--verbose"]
-    command("dspark-export", str(PAIR / "target"), str(PAIR / "drafter"), str(scratch / BUNDLE), *arguments)
+    # float32, which ONNX Runtime's CPU provider computes in, too; with the logits of proposals, which decide near ties.
+    arguments = ["--backend", name, "--compute-capability", f"{major}.{minor}", "--dtype", "fp32", "--debug-outputs"]
+    pair = [str(PAIR / "target"), str(PAIR / "drafter"), str(scratch / BUNDLE)]
+    command("dspark-export", *pair, *arguments, "--max-batch-size", "4", "--verbose")
     (engines,) = (scratch / BUNDLE / "engines").iterdir()
     size = sum(path.stat().st_size for path in engines.iterdir())
     return f"{engines.name}, {len(list(engines.iterdir()))} graphs, {size / 1e6:.0f} MB"

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from device import compare, generate
+from device import compare, engines, generate
 
+from dspark.export import cli as export_cli
 from dspark.runtime.bundle import load_bundle
 from dspark.runtime.graphs import DRAFT
 from dspark.runtime.onnxruntime import OnnxRuntimeEngine
@@ -82,8 +83,28 @@ def test_the_recorded_text_is_long_enough() -> None:
     assert len(compare.recorded_text()) > compare.ROUNDS * compare.ROWS
 
 
+def test_the_export_is_one_that_can_be_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command parses, and asks for what the CPU can compute and for the logits of proposals."""
+    asked: list[str] = []
+
+    def note(program: str, *arguments: str) -> None:
+        asked.extend([program, *arguments])
+        (tmp_path / engines.BUNDLE / "engines" / "tensorrt-sm89").mkdir(parents=True)
+
+    monkeypatch.setattr(engines, "command", note)
+    monkeypatch.setattr(engines, "need", lambda *_: None)
+    monkeypatch.setattr(engines, "flavour", lambda: "tensorrt")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 9))
+    assert engines.run(tmp_path) == "tensorrt-sm89, 0 graphs, 0 MB"
+    args = export_cli._parser().parse_args(asked[1:])
+    assert asked[0] == "dspark-export"
+    assert (args.backend, args.compute_capability, args.dtype, args.debug_outputs) == ("tensorrt", "8.9", "fp32", True)
+    assert args.target.is_dir() and args.drafter.is_dir()
+
+
 def test_the_backends_of_the_command_are_asked() -> None:
     assert not generate.accepted("no-such-backend")
+    assert generate.accepted("tensorrt-rtx")
 
 
 def test_engines_that_refuse_to_run_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
