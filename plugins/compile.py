@@ -1,6 +1,6 @@
 """Kernels to machine code with NVRTC, on the machine that runs them: no host compiler, no CUDA toolkit, no GPU needed.
 
-Knows NVRTC's C interface (through ctypes, from the wheel nvidia-cuda-nvrtc) and the cache; not the kernels, and not how code is loaded.
+Knows NVRTC's C interface (through ctypes, from a wheel or a CUDA toolkit) and the cache; not the kernels, and not how code is loaded.
 One cubin holds all kernels of a call. It is cached under the hash of everything it depends on, so nothing ever invalidates an entry.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import ctypes
+import ctypes.util
 import hashlib
 import importlib.metadata
 import json
@@ -22,7 +23,9 @@ from pathlib import Path
 
 from dspark.plugins.kernels import SOURCES, Launch
 
-_PACKAGE = "nvidia-cuda-nvrtc"
+_PACKAGES = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
+"""Wheels of NVRTC: ours, and the one that a torch for CUDA 12 brings along."""
+
 _BUILTINS = re.compile(r"libnvrtc-builtins\.so[.\d]*|nvrtc-builtins64_\d+\.dll")
 _LIBRARY = re.compile(r"libnvrtc\.so[.\d]*|nvrtc64_\d+_\d+\.dll")
 
@@ -89,17 +92,21 @@ def _write(entry: Path, binary: Binary) -> None:
 
 @cache
 def _library() -> ctypes.CDLL:
-    try:
-        files = importlib.metadata.files(_PACKAGE) or []
-    except importlib.metadata.PackageNotFoundError:
-        files = []
-    paths = {file.name: str(file.locate()) for file in files}
-    builtins = next(filter(_BUILTINS.fullmatch, paths), None)
-    library = next(filter(_LIBRARY.fullmatch, paths), None)
-    if builtins and library:
-        ctypes.CDLL(paths[builtins])  # NVRTC asks for it by name, which finds nothing in a wheel's folder unless it is loaded already
-        return ctypes.CDLL(paths[library])
-    raise CompilerMissingError(f"kernels are compiled with NVRTC, and {_PACKAGE} is not installed: pip install 'dspark[cuda]'")
+    for package in _PACKAGES:
+        try:
+            files = importlib.metadata.files(package) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        paths = {file.name: str(file.locate()) for file in files}
+        builtins = next(filter(_BUILTINS.fullmatch, paths), None)
+        library = next(filter(_LIBRARY.fullmatch, paths), None)
+        if builtins and library:
+            ctypes.CDLL(paths[builtins])  # NVRTC asks for it by name, which finds nothing in a wheel's folder unless it is loaded already
+            return ctypes.CDLL(paths[library])
+    toolkit = ctypes.util.find_library("nvrtc")
+    if toolkit is not None:
+        return ctypes.CDLL(toolkit)
+    raise CompilerMissingError(f"kernels are compiled with NVRTC, and {_PACKAGES[0]} is not installed: pip install 'dspark[cuda]'")
 
 
 def _call(function: str, *arguments: object) -> None:

@@ -87,72 +87,71 @@ def ring_write(dtype: str, batch: int, heads: int, capacity: int, rows: int, hea
     )
 
 
-def block_attention(
-    dtype: str,
-    batch: int,
-    heads: int,
-    kv_heads: int,
-    block: int,
-    capacity: int,
-    head_dim: int,
-    window: int,
-    scale: float,
-    multiprocessors: int,
-) -> tuple[Launch, ...]:
+@dataclass(frozen=True)
+class AttentionShape:
+    """Sizes of one block attention, checked: Hq `heads`, G `kv_heads`, T `block`, R `capacity`. Raises ValueError."""
+
+    dtype: str
+    batch: int
+    heads: int
+    kv_heads: int
+    block: int
+    capacity: int
+    head_dim: int
+    window: int
+
+    def __post_init__(self) -> None:
+        _element(self.dtype, self.head_dim)
+        if self.heads % self.kv_heads:
+            raise ValueError(f"{self.heads} query heads are no multiple of {self.kv_heads} key/value heads")
+
+
+def block_attention(shape: AttentionShape, scale: float, multiprocessors: int) -> tuple[Launch, ...]:
     """Attend the block: one launch, or two where the keys are split to fill the device."""
-    element, _ = _element(dtype, head_dim)
-    plan = _Plan.of(dtype, batch, heads, kv_heads, block, capacity, head_dim, window, multiprocessors)
+    element, _ = _element(shape.dtype, shape.head_dim)
+    plan = _Plan.of(shape, multiprocessors)
     inputs = ("query", "ring_key", "ring_value", "block_key", "block_value", "total", "first")
-    shape = (Scalar("block", "int", block), Scalar("capacity", "int", capacity), Scalar("splits", "int", plan.splits))
+    keys = (Scalar("block", "int", shape.block), Scalar("capacity", "int", shape.capacity), Scalar("splits", "int", plan.splits))
+    window = Scalar("window", "long long", shape.window)
     attend = Launch(
         source="block_attention.cuh",
-        kernel=f"dspark::block_attention<{element}, {head_dim}, {plan.tile_rows}>",
-        grid=(plan.splits, kv_heads * plan.row_tiles, batch),
+        kernel=f"dspark::block_attention<{element}, {shape.head_dim}, {plan.tile_rows}>",
+        grid=(plan.splits, shape.kv_heads * plan.row_tiles, shape.batch),
         block=(_THREADS, 1, 1),
         shared_bytes=plan.shared_bytes,
         pointers=(*inputs, "attended", "workspace"),
         scalars=(
-            Scalar("kv_heads", "int", kv_heads),
+            Scalar("kv_heads", "int", shape.kv_heads),
             Scalar("query_rows", "int", plan.query_rows),
-            *shape,
-            Scalar("window", "long long", window),
+            *keys,
+            window,
             Scalar("scale", "float", scale * math.log2(math.e)),
         ),
     )
     if plan.splits == 1:
         return (attend,)
-    all_rows = batch * heads * block
+    request_rows = shape.heads * shape.block
     merge = Launch(
         source="block_attention.cuh",
-        kernel=f"dspark::merge_splits<{element}, {head_dim}>",
-        grid=(math.ceil(all_rows / (_THREADS // _WARP)), 1, 1),
+        kernel=f"dspark::merge_splits<{element}, {shape.head_dim}>",
+        grid=(math.ceil(shape.batch * request_rows / (_THREADS // _WARP)), 1, 1),
         block=(_THREADS, 1, 1),
         shared_bytes=0,
         pointers=("workspace", "total", "first", "attended"),
         scalars=(
-            Scalar("all_rows", "int", all_rows),
-            Scalar("request_rows", "int", heads * block),
-            *shape,
-            Scalar("window", "long long", window),
+            Scalar("all_rows", "int", shape.batch * request_rows),
+            Scalar("request_rows", "int", request_rows),
+            *keys,
+            window,
         ),
     )
     return attend, merge
 
 
-def block_attention_workspace(
-    dtype: str,
-    batch: int,
-    heads: int,
-    kv_heads: int,
-    block: int,
-    capacity: int,
-    head_dim: int,
-    window: int,
-    multiprocessors: int,
-) -> int:
+def block_attention_workspace(shape: AttentionShape, multiprocessors: int) -> int:
     """Return the bytes of workspace that the same call of `block_attention` needs: none where the keys are not split."""
-    splits = _Plan.of(dtype, batch, heads, kv_heads, block, capacity, head_dim, window, multiprocessors).splits
-    return 0 if splits == 1 else batch * heads * block * splits * (head_dim + 2) * _FLOAT_BYTES
+    splits = _Plan.of(shape, multiprocessors).splits
+    return 0 if splits == 1 else shape.batch * shape.heads * shape.block * splits * (shape.head_dim + 2) * _FLOAT_BYTES
 
 
 @dataclass(frozen=True)
@@ -166,29 +165,17 @@ class _Plan:
     shared_bytes: int
 
     @staticmethod
-    def of(
-        dtype: str,
-        batch: int,
-        heads: int,
-        kv_heads: int,
-        block: int,
-        capacity: int,
-        head_dim: int,
-        window: int,
-        multiprocessors: int,
-    ) -> _Plan:
-        _, element_bytes = _element(dtype, head_dim)
-        if heads % kv_heads:
-            raise ValueError(f"{heads} query heads are no multiple of {kv_heads} key/value heads")
-        row_bytes = head_dim * element_bytes
+    def of(shape: AttentionShape, multiprocessors: int) -> _Plan:
+        _, element_bytes = _element(shape.dtype, shape.head_dim)
+        row_bytes = shape.head_dim * element_bytes
         tile_keys = 16 if row_bytes > 512 else 32
-        query_rows = heads // kv_heads * block
+        query_rows = shape.heads // shape.kv_heads * shape.block
         # A thread keeps tile_rows / 16 x head_dim / 8 sums in registers: 64 at most.
-        row_tiles = math.ceil(query_rows / (32 if head_dim > 128 else 64))
+        row_tiles = math.ceil(query_rows / (32 if shape.head_dim > 128 else 64))
         tile_rows = math.ceil(query_rows / row_tiles / _ROW_STEP) * _ROW_STEP
         # Two blocks for each multiprocessor: one waits for memory while the other computes. A piece is at least one tile of keys.
-        wanted = 2 * multiprocessors // (batch * kv_heads * row_tiles)
-        splits = max(1, min(wanted, math.ceil((min(capacity, window) + block) / tile_keys)))
+        wanted = 2 * multiprocessors // (shape.batch * shape.kv_heads * row_tiles)
+        splits = max(1, min(wanted, math.ceil((min(shape.capacity, shape.window) + shape.block) / tile_keys)))
         tiles_bytes = (tile_rows + 2 * tile_keys) * (row_bytes + _VECTOR_BYTES)
         weights_bytes = tile_rows * (tile_keys + 8) * _FLOAT_BYTES
         return _Plan(query_rows, tile_rows, row_tiles, splits, tiles_bytes + weights_bytes)

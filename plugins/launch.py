@@ -8,14 +8,14 @@ Shape letters as in `plugins.contract`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from dspark.plugins.contract import BLOCK_ATTENTION, RING_WRITE, Operator
 from dspark.plugins.rules import PluginError
 
 if TYPE_CHECKING:
-    from dspark.plugins.kernels import Launch
+    from dspark.plugins.kernels import AttentionShape, Launch
 
 WORKSPACE = "workspace"
 """Name of the scratch memory among a kernel's pointers; the others are the operator's inputs and outputs."""
@@ -50,9 +50,8 @@ def plan(
     if operator is RING_WRITE:
         return (kernels.ring_write(_KERNEL_DTYPES[dtype], *(sizes[letter] for letter in ("B", "G", "R", "N", "D"))),)
     assert operator is BLOCK_ATTENTION
-    rows = sizes["B"], sizes["Hq"], sizes["G"], sizes["T"], sizes["R"], sizes["D"]
     most = min(multiprocessors, MOST_MULTIPROCESSORS)
-    return kernels.block_attention(_KERNEL_DTYPES[dtype], *rows, attributes["window"], attributes["scale"], most)
+    return kernels.block_attention(_shape(dtype, sizes, attributes), attributes["scale"], most)
 
 
 def workspace(operator: Operator, dtype: str, sizes: Mapping[str, int], attributes: Mapping[str, Any]) -> int:
@@ -64,10 +63,23 @@ def workspace(operator: Operator, dtype: str, sizes: Mapping[str, int], attribut
 
     if operator is not BLOCK_ATTENTION:
         return 0
-    rows = sizes["Hq"], sizes["G"], sizes["T"], sizes["R"], sizes["D"]
-    return max(
-        kernels.block_attention_workspace(_KERNEL_DTYPES[dtype], batch, *rows, attributes["window"], MOST_MULTIPROCESSORS)
-        for batch in range(1, sizes["B"] + 1)
+    largest = _shape(dtype, sizes, attributes)
+    shapes = (replace(largest, batch=batch) for batch in range(1, largest.batch + 1))
+    return max(kernels.block_attention_workspace(shape, MOST_MULTIPROCESSORS) for shape in shapes)
+
+
+def _shape(dtype: str, sizes: Mapping[str, int], attributes: Mapping[str, Any]) -> AttentionShape:
+    from dspark.plugins.kernels import AttentionShape
+
+    return AttentionShape(
+        dtype=_KERNEL_DTYPES[dtype],
+        batch=sizes["B"],
+        heads=sizes["Hq"],
+        kv_heads=sizes["G"],
+        block=sizes["T"],
+        capacity=sizes["R"],
+        head_dim=sizes["D"],
+        window=attributes["window"],
     )
 
 

@@ -35,9 +35,13 @@ class Attention:
     totals: Sequence[int] = (0, 20, 48, 149)
     firsts: Sequence[int] = (0, 0, 3, 130)
 
-    def launches(self) -> tuple[kernels.Launch, ...]:
+    @property
+    def shape(self) -> kernels.AttentionShape:
         sizes = (self.batch, self.heads, self.kv_heads, self.block, self.capacity, self.head_dim, self.window)
-        return kernels.block_attention(self.dtype, *sizes, self.head_dim**-0.5, self.multiprocessors)
+        return kernels.AttentionShape(self.dtype, *sizes)
+
+    def launches(self) -> tuple[kernels.Launch, ...]:
+        return kernels.block_attention(self.shape, self.head_dim**-0.5, self.multiprocessors)
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Inputs, with NaN in every hidden slot; outputs and workspace filled with NaN."""
@@ -53,8 +57,7 @@ class Attention:
             visible = reference.visible_slots(int(total[b]), int(first[b]), self.window, self.capacity)
             hidden = sorted(set(range(self.capacity)) - set(visible))
             ring_key[b, :, hidden] = ring_value[b, :, hidden] = np.nan
-        sizes = (self.batch, self.heads, self.kv_heads, self.block, self.capacity, self.head_dim, self.window)
-        workspace = kernels.block_attention_workspace(self.dtype, *sizes, self.multiprocessors)
+        workspace = kernels.block_attention_workspace(self.shape, self.multiprocessors)
         return {
             "query": random(self.heads, self.block),
             "ring_key": ring_key,

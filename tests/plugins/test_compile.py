@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import importlib.metadata
 import json
 import re
@@ -65,7 +66,7 @@ needs_nvrtc = pytest.mark.skipif(not nvrtc_installed(), reason="nvidia-cuda-nvrt
 
 def attention(dtype: str, head_dim: int, group: int) -> tuple[Launch, ...]:
     """Seven block rows over a ring of 2064 slots, 8 key/value heads, on 132 multiprocessors."""
-    return kernels.block_attention(dtype, 1, 8 * group, 8, 7, 2064, head_dim, 2048, head_dim**-0.5, 132)
+    return kernels.block_attention(kernels.AttentionShape(dtype, 1, 8 * group, 8, 7, 2064, head_dim, 2048), head_dim**-0.5, 132)
 
 
 @dataclass(frozen=True)
@@ -181,10 +182,28 @@ def test_without_nvrtc_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Mo
         raise importlib.metadata.PackageNotFoundError
 
     monkeypatch.setattr(importlib.metadata, "files", missing)
+    monkeypatch.setattr(ctypes.util, "find_library", {}.get)
     for function in (compiler._library, compiler._version):
         function.cache_clear()
     with pytest.raises(compiler.CompilerMissingError, match=r"dspark\[cuda\]"):
         compiler.compile_kernels([kernels.ring_write("float16", 1, 8, 2064, 8, 128)], (8, 9), tmp_path)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("place", ["a torch for CUDA 12", "a toolkit"])
+def test_other_places_of_nvrtc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    files = importlib.metadata.files("nvidia-cuda-nvrtc")
+    library = next(str(file.locate()) for file in files or [] if compiler._LIBRARY.fullmatch(file.name))
+
+    def found(package: str) -> object:
+        if place == "a torch for CUDA 12" and package == "nvidia-cuda-nvrtc-cu12":
+            return files
+        raise importlib.metadata.PackageNotFoundError
+
+    monkeypatch.setattr(importlib.metadata, "files", found)
+    monkeypatch.setattr(ctypes.util, "find_library", {"nvrtc": library}.get if place == "a toolkit" else {}.get)
+    compiler._library.cache_clear()
+    assert compiler.compile_kernels([kernels.ring_write("float16", 1, 8, 2064, 8, 128)], (8, 9), tmp_path).cubin
 
 
 def test_the_cache_is_where_the_platform_keeps_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

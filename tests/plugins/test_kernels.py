@@ -124,26 +124,27 @@ def test_emulated_conversions(library: Path) -> None:
 @pytest.mark.parametrize("multiprocessors", [16, 46, 84, 108, 132, 170])
 def test_one_request_fills_a_device(dtype: str, head_dim: int, multiprocessors: int) -> None:
     """Qwen3-8B's drafter at W = 2048: as many blocks as multiprocessors, and keys for each of them."""
-    sizes = (1, 32, 8, 7, 2064, head_dim, 2048)
-    attend, merge = kernels.block_attention(dtype, *sizes, head_dim**-0.5, multiprocessors)
+    shape = kernels.AttentionShape(dtype, 1, 32, 8, 7, 2064, head_dim, 2048)
+    attend, merge = kernels.block_attention(shape, head_dim**-0.5, multiprocessors)
     blocks = int(np.prod(attend.grid))
     assert multiprocessors <= blocks <= 2 * multiprocessors
     assert blocks // 8 * 32 <= 2048 + 7 + 31
     assert merge.grid[0] * 4 >= 32 * 7
-    assert kernels.block_attention_workspace(dtype, *sizes, multiprocessors) == 32 * 7 * attend.grid[0] * (head_dim + 2) * 4
+    assert kernels.block_attention_workspace(shape, multiprocessors) == 32 * 7 * attend.grid[0] * (head_dim + 2) * 4
 
 
 def test_a_full_device_is_not_split() -> None:
-    assert len(kernels.block_attention("float16", 32, 32, 8, 7, 2064, 128, 2048, 1.0, 108)) == 1
-    assert kernels.block_attention_workspace("float16", 32, 32, 8, 7, 2064, 128, 2048, 108) == 0
+    shape = kernels.AttentionShape("float16", 32, 32, 8, 7, 2064, 128, 2048)
+    assert len(kernels.block_attention(shape, 1.0, 108)) == 1
+    assert kernels.block_attention_workspace(shape, 108) == 0
 
 
 def test_what_has_no_kernel_is_refused() -> None:
     with pytest.raises(ValueError, match=r"head dimension 72 .* 64, 80, 96, 128, 256"):
         kernels.ring_write("float16", 1, 1, 16, 1, 72)
     with pytest.raises(ValueError, match=r"'int8' .* float32, float16, bfloat16"):
-        kernels.block_attention("int8", 1, 2, 2, 7, 16, 64, 16, 1.0, 1)
+        kernels.AttentionShape("int8", 1, 2, 2, 7, 16, 64, 16)
     with pytest.raises(ValueError, match="6 query heads are no multiple of 4"):
-        kernels.block_attention("float16", 1, 6, 4, 7, 16, 64, 16, 1.0, 1)
+        kernels.AttentionShape("float16", 1, 6, 4, 7, 16, 64, 16)
     with pytest.raises(ValueError, match="17 rows do not fit a ring of 16"):
         kernels.ring_write("float16", 1, 1, 16, 17, 64)

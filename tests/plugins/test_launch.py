@@ -102,7 +102,8 @@ def test_workspace_holds_every_batch_and_device() -> None:
     rows = (32, 4, 7, 2064, 128, 2048)
     for batch in range(1, 9):
         for multiprocessors in (20, 46, 132, 170, 192, launch.MOST_MULTIPROCESSORS):
-            assert kernels.block_attention_workspace("bfloat16", batch, *rows, multiprocessors) <= given
+            shape = kernels.AttentionShape("bfloat16", batch, *rows)
+            assert kernels.block_attention_workspace(shape, multiprocessors) <= given
     most = launch.plan(BLOCK_ATTENTION, "bf16", SIZES, ATTRIBUTES, 10**6)
     assert most == launch.plan(BLOCK_ATTENTION, "bf16", SIZES, ATTRIBUTES, launch.MOST_MULTIPROCESSORS)
     assert launch.workspace(RING_WRITE, "bf16", SIZES, {}) == 0
