@@ -12,6 +12,7 @@ from engines import Parts, decode, open_parts, request, start
 from fake_cuda import FakeCuda
 from fake_tensorrt import VERSION, FakeTensorRT, add_engines, rewrite
 
+from dspark.export import verify_cli
 from dspark.plugins import registry
 from dspark.runtime import LLM, SamplingParams, tensorrt
 from dspark.runtime.backend import BACKENDS, open_engine
@@ -305,3 +306,13 @@ def test_the_engine_is_opened_by_name(trt: FakeTensorRT, engines: Path) -> None:
     assert isinstance(engine, TensorRTEngine) and trt.__version__ == VERSION
     assert engine.run_seconds >= 0 and isinstance(engine.fetch([engine.allocate((1,), "int64")])[0], np.ndarray)
     assert set(trt.creators) == {("RingWrite", "1", "dspark"), ("BlockAttention", "1", "dspark")}
+
+
+@pytest.mark.usefixtures("trt")
+def test_the_verification_of_engines(engines: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`dspark-verify` finds the engines of this device and compares their tensors, state and tokens."""
+    assert verify_cli.main([str(engines), "--tokens", "12", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert set(report["engines"]) == {"onnxruntime", "tensorrt-rtx"} and set(report["not_run"]) == {"onnxruntime-cuda"}
+    names = {row["output"] for row in report["engines"]["tensorrt-rtx"]["tensors"]}
+    assert {"logits", "taps", "verify_tokens", "key_ring.0.updated", "value_cache.5.updated"} <= names
