@@ -100,6 +100,7 @@ def _opened(args: argparse.Namespace, kwargs: dict[str, Any], *, speculative: bo
         max_seq_len=args.max_seq_len,
         threads=args.threads,
         backend=args.backend,
+        prepacked_cache=args.prepacked_cache,
     )
     prompts = [_as_message(llm, prompt, raw=args.raw) for prompt in prompts]
     for number, prompt in enumerate(prompts, 1):
@@ -334,6 +335,7 @@ def _add_decoding(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     decoding.add_argument("--max-seq-len", type=int, metavar="S", help="most tokens of prompt and output (default: the bundle's limit)")
     decoding.add_argument("--backend", choices=BACKENDS, default=ONNXRUNTIME, help="what runs the graphs (default onnxruntime, on the CPU)")
     decoding.add_argument("--threads", type=int, metavar="N", help="threads of ONNX Runtime (default: one a physical core)")
+    decoding.add_argument("--prepacked-cache", type=Path, metavar="DIR", help="keep weights packed for this CPU here, to load faster")
     parser.add_argument("--json", action="store_true", help="print machine-readable results")
     return decoding
 

@@ -39,6 +39,8 @@ class LLM:
     `max_seq_len` less than it allows. `max_num_seqs` is the number of requests decoded at once (default: all the bundle allows; memory
     grows with those in use); the others wait. `threads` is the number of threads a graph runs on (default: one a physical core).
     `backend` is `onnxruntime` (the CPU), `onnxruntime-cuda`, `tensorrt-rtx` or `tensorrt`; the last two run engines of the bundle.
+    `prepacked_cache` is a folder for graphs with weights packed for this CPU: written at the first load, then processes load faster from
+    it and share the memory.
     `target` makes another target than the bundle's own, from the engine and the slots; see `runtime.target.Target`.
     """
 
@@ -52,6 +54,7 @@ class LLM:
         max_seq_len: int | None = None,
         threads: int | None = None,
         backend: str = ONNXRUNTIME,
+        prepacked_cache: str | Path | None = None,
         target: Callable[[Engine, Slots], Target] | None = None,
     ) -> None:
         loaded = load_bundle(bundle)
@@ -66,7 +69,8 @@ class LLM:
         self._max_seq_len = manifest.limits.seq_len(max_seq_len)
         self.tokenizer = load_tokenizer(loaded.directory)
         self.end_token_ids = end_tokens(loaded.directory, self.tokenizer)
-        engine, slots = open_engine(loaded, backend, threads=threads), Slots(seqs)
+        cache = None if prepacked_cache is None else Path(prepacked_cache)
+        engine, slots = open_engine(loaded, backend, threads=threads, prepacked=cache), Slots(seqs)
         engine.load([CONTEXT, DRAFT, ACCEPT] + ([TARGET] if target is None else []))
         self._decoder = Decoder(
             engine,

@@ -18,6 +18,7 @@ from dspark.runtime.bundle import Bundle, Manifest
 from dspark.runtime.engine import Array, Tensor, check_binding, manifest_signatures
 from dspark.runtime.errors import EngineError
 from dspark.runtime.graphs import MODEL_DTYPE, Signature
+from dspark.runtime.prepacked import MODEL, PACKED, PrepackedCache
 
 # Each session has a thread pool of its own. A pool that goes on spinning after its run takes the cores from the next session: a round of
 # the example pair took 7.6 ms with two threads, 2.7 ms with pools that stop (2 cores). One pool for all sessions is no faster, and makes
@@ -25,6 +26,10 @@ from dspark.runtime.graphs import MODEL_DTYPE, Signature
 _STOP_SPINNING = "session.force_spinning_stop"
 DEFAULT_THREADS = 0
 """ONNX Runtime's own choice: one a physical core."""
+_SAVE_PACKED = (
+    ("session.optimized_model_external_initializers_min_size_in_bytes", "1024"),
+    ("session.save_external_prepacked_constant_initializers", "1"),
+)
 _WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 
 
@@ -75,13 +80,15 @@ class _BoundGraph:
 class OnnxRuntimeEngine:
     """Runs a bundle's graphs with ONNX Runtime on the CPU. A graph is loaded when it is first used, or by `load`.
 
-    `threads` is the number of threads a graph runs on (default: one a physical core).
+    `threads` is the number of threads a graph runs on (default: one a physical core), `prepacked` a folder for graphs with packed weights.
     """
 
     fixed_capacity = False
     provider = "CPUExecutionProvider"
 
-    def __init__(self, bundle: Bundle, *, threads: int | None = None, log_severity: int = 3) -> None:
+    def __init__(self, bundle: Bundle, *, threads: int | None = None, prepacked: Path | None = None, log_severity: int = 3) -> None:
+        import onnxruntime
+
         self.manifest: Manifest = bundle.manifest
         self.session_seconds = 0.0
         self.signatures = manifest_signatures(self.manifest)
@@ -89,6 +96,7 @@ class OnnxRuntimeEngine:
         if threads is not None and threads < 1:
             raise EngineError(f"threads is {threads}, expected at least 1")
         self._bundle, self._threads, self._log_severity = bundle, threads or DEFAULT_THREADS, log_severity
+        self._cache = None if prepacked is None else PrepackedCache(prepacked, bundle, onnxruntime.__version__)
         self._sessions: dict[str, Any] = {}
 
     @property
@@ -146,20 +154,43 @@ class OnnxRuntimeEngine:
     def _load(self, graph: str) -> Any:
         import onnxruntime
 
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = self._log_severity
-        options.intra_op_num_threads = self._threads
-        options.add_session_config_entry(_STOP_SPINNING, "1")
-        if self.manifest.weights.root is not None:
-            options.add_session_config_entry(_WEIGHTS_FOLDER, self.manifest.weights.root)
-        path = self._bundle.graph_path(graph)
-        try:
-            session = onnxruntime.InferenceSession(path, options, providers=self._providers())
-        except Exception as error:  # ONNX Runtime's errors share no narrower base
-            raise EngineError(f"ONNX Runtime {onnxruntime.__version__} cannot load {path}: {error}") from error
+        path, options = self._bundle.graph_path(graph), self._options()
+        if self._cache is None:
+            session = self._open(path, options)
+        else:
+            path = self._cache.model(graph, lambda folder: self._save(graph, folder))
+            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL  # it is optimized
+            session = self._open(path, options)
         declared = self.signatures[graph]
         names = ([i.name for i in session.get_inputs()], [o.name for o in session.get_outputs()])
         expected = ([s.name for s in declared.inputs], [s.name for s in declared.outputs])
         if names != expected:
             raise EngineError(f"{path} has inputs and outputs {names}, its manifest means {expected}: export the bundle again")
         return session
+
+    def _save(self, graph: str, folder: Path) -> None:
+        """Write a graph as it is optimized, its weights packed, into a folder."""
+        options = self._options()
+        options.optimized_model_filepath = str(folder / MODEL)
+        for key, value in (*_SAVE_PACKED, ("session.optimized_model_external_initializers_file_name", PACKED)):
+            options.add_session_config_entry(key, value)
+        self._open(self._bundle.graph_path(graph), options)
+
+    def _options(self) -> Any:
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = self._log_severity
+        options.intra_op_num_threads = self._threads
+        options.add_session_config_entry(_STOP_SPINNING, "1")
+        return options
+
+    def _open(self, path: Path, options: Any) -> Any:
+        import onnxruntime
+
+        if self.manifest.weights.root is not None and path.parent == self._bundle.directory:
+            options.add_session_config_entry(_WEIGHTS_FOLDER, self.manifest.weights.root)
+        try:
+            return onnxruntime.InferenceSession(path, options, providers=self._providers())
+        except Exception as error:  # ONNX Runtime's errors share no narrower base
+            raise EngineError(f"ONNX Runtime {onnxruntime.__version__} cannot load {path}: {error}") from error

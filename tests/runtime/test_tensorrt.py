@@ -281,7 +281,7 @@ def test_backends(small_bundle: Path) -> None:
     assert BACKENDS[0] == "onnxruntime" and open_engine(bundle).manifest is bundle.manifest
     with pytest.raises(EngineError, match="backend is 'cuda', expected one of onnxruntime, onnxruntime-cuda, tensorrt, tensorrt-rtx"):
         open_engine(bundle, "cuda")
-    with pytest.raises(EngineError, match="threads are those of the backend onnxruntime"):
+    with pytest.raises(EngineError, match="threads and the cache of packed weights are for the backend onnxruntime, not for tensorrt"):
         open_engine(bundle, "tensorrt", threads=2)
 
 
