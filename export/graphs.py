@@ -51,6 +51,7 @@ class GraphPlan:
     dtype: str
     opset: int
     debug_outputs: bool
+    markov_topk: int | None = None
 
     @property
     def signatures(self) -> dict[str, Signature]:
