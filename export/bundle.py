@@ -192,7 +192,11 @@ def resolve(pair: Pair, options: ExportOptions) -> tuple[GraphPlan, Limits, Quan
 def _quantization(pair: Pair, options: ExportOptions, dtype: str) -> tuple[Quantization | None, list[str]]:
     """Return what the options say of quantised weights, and all that cannot be."""
     chosen = options.weights, options.weights if options.drafter_weights is None else options.drafter_weights
-    unknown = [f"{choice!r} is no form of weights, expected one of {', '.join(WEIGHT_FORMATS)}" for choice in chosen if choice not in WEIGHT_FORMATS]
+    unknown = [
+        f"{choice!r} is no form of weights, expected one of {', '.join(WEIGHT_FORMATS)}"
+        for choice in chosen
+        if choice not in WEIGHT_FORMATS
+    ]
     if unknown:
         return None, unknown[:1]
     target_bits, drafter_bits = (WEIGHT_FORMATS[choice] for choice in chosen)
