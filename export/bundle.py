@@ -21,7 +21,7 @@ from dspark.export.checkpoint import Checkpoint
 from dspark.export.graphs import GraphPlan, build_graphs
 from dspark.export.lower_weights import lower_weights
 from dspark.export.pair import Pair, load_pair
-from dspark.export.quantize import DEFAULT_GROUP_SIZE, MARKOV_OUTPUT, WEIGHT_FORMATS
+from dspark.export.quantize import DEFAULT_GROUP_SIZE, MARKOV_OUTPUT
 from dspark.export.weights import GATHERED, WANTED, Weights, check_finite
 from dspark.export.write import atomic_directory, check_output, record_files
 from dspark.plugins.contract import VERSION as OPS_CONTRACT
@@ -32,6 +32,7 @@ from dspark.runtime.bundle import (
     MANIFEST,
     MARKOV_BITS,
     TOKENIZER_FILES,
+    WEIGHT_BITS,
     CheckpointRecord,
     Conventions,
     Limits,
@@ -193,13 +194,13 @@ def _quantization(pair: Pair, options: ExportOptions, dtype: str) -> tuple[Quant
     """Return what the options say of quantised weights, and all that cannot be."""
     chosen = options.weights, options.weights if options.drafter_weights is None else options.drafter_weights
     unknown = [
-        f"{choice!r} is no form of weights, expected one of {', '.join(WEIGHT_FORMATS)}"
+        f"{choice!r} is no form of weights, expected one of {', '.join(WEIGHT_BITS)}"
         for choice in chosen
-        if choice not in WEIGHT_FORMATS
+        if choice not in WEIGHT_BITS
     ]
     if unknown:
         return None, unknown[:1]
-    target_bits, drafter_bits = (WEIGHT_FORMATS[choice] for choice in chosen)
+    target_bits, drafter_bits = (WEIGHT_BITS[choice] for choice in chosen)
     if target_bits is None and drafter_bits is None:
         return None, [] if options.group_size is None else ["group_size is about quantised weights: choose weights int8 or int4"]
     group = DEFAULT_GROUP_SIZE if options.group_size is None else options.group_size

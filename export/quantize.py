@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 from dspark.runtime.bundle import Quantization
 from dspark.runtime.errors import CheckpointError
 
-WEIGHT_FORMATS = {"float": None, "int8": 8, "int4": 4}
-"""Bits of each choice of `--weights`."""
 DEFAULT_GROUP_SIZE = 32
 MARKOV_OUTPUT = "markov_head.markov_w2.weight"
 _SMALLEST_SCALE = float(np.finfo(np.float32).tiny)

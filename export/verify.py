@@ -37,7 +37,7 @@ from dspark.runtime.target import Qwen3Target
 
 _TOLERANCE = {"fp32": 1e-4, "fp16": 3e-2}
 """Largest difference relative to the largest magnitude (at least 1) of the compared tensor."""
-_ROUNDED_TOLERANCE = 0.25
+_ROUNDED_TOLERANCE = 0.1
 """The same for products whose inputs are rounded to 8 bits: 1/254 of the largest of a group in each product, which adds up over layers."""
 _FLOAT32_LEVEL = 1
 """MatMulNBits's accuracy_level for products in float32."""

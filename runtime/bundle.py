@@ -25,6 +25,8 @@ MANIFEST = "manifest.json"
 WEIGHTS = "weights/model.safetensors"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 DTYPES = ("fp32", "fp16", "bf16")
+WEIGHT_BITS = {"float": None, "int8": 8, "int4": 4}
+"""How large weights may be kept, with the bits of those that are quantised."""
 GROUP_SIZES = (16, 32, 64, 128, 256)
 """Weights that share a scale: what ONNX Runtime's MatMulNBits takes."""
 MARKOV_BITS = 8
@@ -280,7 +282,7 @@ def _quantization_faults(m: Manifest, q: Quantization) -> list[str]:
     markov_bits = MARKOV_BITS if walks_all else None
     checks = [
         (q.group_size in GROUP_SIZES, f"quantization.group_size is {q.group_size}, expected one of {GROUP_SIZES}"),
-        (all(b in (None, 4, 8) for b in bits), f"quantization has bits {bits}, expected 4, 8 or null each"),
+        (all(b in WEIGHT_BITS.values() for b in bits), f"quantization has bits {bits}, expected 4, 8 or null each"),
         (
             q.target_bits is not None or q.drafter_bits is not None,
             "quantization has neither target_bits nor drafter_bits, expected null for a bundle that is not quantised",
