@@ -141,7 +141,7 @@ def export_bundle(
             debug_outputs=plan.debug_outputs,
             weights=record,
             quantization=quantization,
-            checkpoints={"target": _identity(pair.target_checkpoint), "drafter": _identity(pair.drafter_checkpoint)},
+            checkpoints={"target": identity(pair.target_checkpoint), "drafter": identity(pair.drafter_checkpoint)},
             files=record_files(scratch),
             engines=engines,
         )
@@ -194,9 +194,7 @@ def _quantization(pair: Pair, options: ExportOptions, dtype: str) -> tuple[Quant
     """Return what the options say of quantised weights, and all that cannot be."""
     chosen = options.weights, options.weights if options.drafter_weights is None else options.drafter_weights
     unknown = [
-        f"{choice!r} is no form of weights, expected one of {', '.join(WEIGHT_BITS)}"
-        for choice in chosen
-        if choice not in WEIGHT_BITS
+        f"{choice!r} is no form of weights, expected one of {', '.join(WEIGHT_BITS)}" for choice in chosen if choice not in WEIGHT_BITS
     ]
     if unknown:
         return None, unknown[:1]
@@ -237,6 +235,7 @@ def _write_graph(model: ir.Model, path: Path, plan: GraphPlan, *, root: str | No
         check_references(model, proto, root)
 
 
-def _identity(checkpoint: Checkpoint) -> CheckpointRecord:
+def identity(checkpoint: Checkpoint) -> CheckpointRecord:
+    """Return what the manifest keeps of a checkpoint."""
     files = {file.name: fingerprint(file) for file in checkpoint.files}
     return CheckpointRecord(file_sha256(checkpoint.directory / "config.json"), files)

@@ -16,13 +16,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dspark.runtime.bundle import DTYPES, GROUP_SIZES, WEIGHT_BITS, Manifest
+from dspark.runtime.bundle import DTYPES, WEIGHT_BITS, Manifest
 from dspark.runtime.engines import FLAVOURS
 from dspark.runtime.errors import DSparkError, ExportError
 from dspark.runtime.terminal import ProgressLine
 
 if TYPE_CHECKING:
     from dspark.export.build import BuildOptions
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return its exit code."""
@@ -142,7 +143,10 @@ def _parser() -> argparse.ArgumentParser:
         help="dtype of the graphs (default auto: fp32, for the CPU; the checkpoint's for engines)",
     )
     models.add_argument(
-        "--weights", choices=WEIGHT_BITS, default="float", help="quantise large weights, for ONNX Runtime on the CPU (default float: do not)"
+        "--weights",
+        choices=WEIGHT_BITS,
+        default="float",
+        help="quantise large weights, for ONNX Runtime on the CPU (default float: do not)",
     )
     models.add_argument("--drafter-weights", choices=WEIGHT_BITS, help="the same for the drafter's own (default: as --weights)")
     models.add_argument(

@@ -108,8 +108,8 @@ def _models(pair: Pair, bundle: Bundle) -> tuple[nn.Module, nn.Module]:
     options = {"debug_outputs": True, "markov_topk": manifest.markov_topk}
     target = Target(manifest.target, manifest.drafter.target_layer_ids)
     drafter = Drafter(manifest.drafter, manifest.num_speculative_tokens, manifest.window, **options)
-    _load("target", target, pair.target_tensors, manifest.quantization)
-    _load("drafter", drafter, pair.drafter_tensors, manifest.quantization)
+    load_weights("target", target, pair.target_tensors, manifest.quantization)
+    load_weights("drafter", drafter, pair.drafter_tensors, manifest.quantization)
     return target, drafter
 
 
@@ -233,7 +233,7 @@ def _zeros(model: nn.Module, capacity: int) -> list[Tensor]:
     return [torch.zeros(1, a.k_proj.out_features // a.head_dim, capacity, a.head_dim) for a in attention for _ in ("key", "value")]
 
 
-def _load(kind: str, model: nn.Module, tensors: Mapping[str, StoredTensor], quantization: Quantization | None) -> None:
+def load_weights(kind: str, model: nn.Module, tensors: Mapping[str, StoredTensor], quantization: Quantization | None) -> None:
     """Give a model of a kind, `target` or `drafter`, its weights in float32: the stored ones, or what they are quantised to."""
     parameters = dict(model.named_parameters())
     tied = quantization is not None and "lm_head.weight" in tensors and "lm_head.weight" not in parameters
