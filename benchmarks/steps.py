@@ -88,10 +88,8 @@ def main() -> None:
         params = SamplingParams(max_tokens=args.generate, ignore_eos=True)
         for speculative in (True, False):
             (output,) = llm.generate([[1, 2, 3, 4, 5]], params, speculative=speculative)
-            kind = "speculative" if speculative else "plain"
-            print(
-                f"{bundle.name}, {kind}: {len(output.token_ids)} tokens in {output.stats.rounds} rounds, {output.stats.decode_seconds:.2f} s"
-            )
+            kind, stats = "speculative" if speculative else "plain", output.stats
+            print(f"{bundle.name}, {kind}: {len(output.token_ids)} tokens in {stats.rounds} rounds, {stats.decode_seconds:.2f} s")
 
 
 if __name__ == "__main__":
