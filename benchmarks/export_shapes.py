@@ -20,9 +20,8 @@ from pathlib import Path
 import machine
 from random_pair import SHAPES, write_pair
 
-FORMS = {dtype: ("--dtype", dtype) for dtype in ("bf16", "fp16", "fp32")} | {
-    weights: ("--weights", weights) for weights in ("int8", "int4")
-}
+FORMS = {dtype: ("--dtype", dtype) for dtype in ("bf16", "fp16", "fp32")}
+FORMS |= {weights: ("--weights", weights) for weights in ("int8", "int4")}
 
 
 def measure(shape: str, dtype: str, directory: Path) -> tuple[float, float, float]:
