@@ -84,7 +84,7 @@ def test_rows_do_not_depend_on_their_number(each_bundle: Path) -> None:
         assert (rows_of(open_parts(each_bundle), tokens, widths, batch) == expected).all(), (widths, batch)
 
 
-@pytest.mark.parametrize("each_bundle", [pytest.param("int8", marks=pytest.mark.slow), "int4"], indirect=True)
+@QUANTIZED
 def test_verification(each_bundle: Path, small_pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32 as close as floats, as exported within what rounding the inputs does; weights that are a little off are noticed."""
     pair = small_pair / "target", small_pair / "drafter"
