@@ -2,6 +2,7 @@
 
     python benchmarks/export_shapes.py 4b 8b 14b                      # by reference, bf16: what GPU engines take
     python benchmarks/export_shapes.py --dtype fp32 0.6b 1.7b         # converted for the CPU
+    python benchmarks/export_shapes.py --dtype int4 0.6b 4b           # quantised for the CPU
 
 Each export is a process of its own. Weight files are holes: an export by reference reads headers only, a conversion reads zeros.
 """
@@ -19,12 +20,15 @@ from pathlib import Path
 import machine
 from random_pair import SHAPES, write_pair
 
+FORMS = {dtype: ("--dtype", dtype) for dtype in ("bf16", "fp16", "fp32")}
+FORMS |= {weights: ("--weights", weights) for weights in ("int8", "int4")}
+
 
 def measure(shape: str, dtype: str, directory: Path) -> tuple[float, float, float]:
     """Export one shape; return seconds, peak GB of memory and MB written."""
     write_pair(directory / shape, SHAPES[shape], sparse=True)
     output = directory / f"{shape}-{dtype}"
-    arguments = [str(directory / shape / "target"), str(directory / shape / "drafter"), str(output), "--dtype", dtype, "-q"]
+    arguments = [str(directory / shape / "target"), str(directory / shape / "drafter"), str(output), *FORMS[dtype], "-q"]
     began = time.perf_counter()
     process = subprocess.Popen([sys.executable, "-m", "dspark.export.cli", *arguments])
     _, status, usage = os.wait4(process.pid, 0)
@@ -39,7 +43,7 @@ def main() -> None:
     """Print a table, a row a shape."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("shapes", nargs="+", choices=SHAPES)
-    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
+    parser.add_argument("--dtype", choices=FORMS, default="bf16")
     parser.add_argument("--directory", type=Path, help="where to put the files (default: a temporary directory)")
     args = parser.parse_args()
     print(machine.describe("torch", "onnx", "onnxscript"))

@@ -19,24 +19,30 @@ from dspark.export.build import BuildOptions, BuildPlan, EngineBuilder
 from dspark.export.check import check_graph, check_references
 from dspark.export.checkpoint import Checkpoint
 from dspark.export.graphs import GraphPlan, build_graphs
+from dspark.export.lower_weights import lower_weights
 from dspark.export.pair import Pair, load_pair
-from dspark.export.weights import WANTED, Weights, check_finite
+from dspark.export.quantize import DEFAULT_GROUP_SIZE, MARKOV_OUTPUT
+from dspark.export.weights import GATHERED, WANTED, Weights, check_finite
 from dspark.export.write import atomic_directory, check_output, record_files
 from dspark.plugins.contract import VERSION as OPS_CONTRACT
 from dspark.runtime.bundle import (
     DTYPES,
     FORMAT_VERSION,
+    GROUP_SIZES,
     MANIFEST,
+    MARKOV_BITS,
     TOKENIZER_FILES,
+    WEIGHT_BITS,
     CheckpointRecord,
     Conventions,
     Limits,
     Manifest,
+    Quantization,
     file_sha256,
     fingerprint,
 )
 from dspark.runtime.errors import ConfigError, numbered
-from dspark.runtime.graphs import GRAPHS, cache_capacity, ring_capacity
+from dspark.runtime.graphs import GRAPHS, TARGET, cache_capacity, ring_capacity
 
 DEFAULT_WINDOW = 2048
 OPSETS = (24, 25)
@@ -48,7 +54,11 @@ class ExportOptions:
     """What a user may choose; None means the default that the checkpoints give."""
 
     dtype: str = "auto"
+    weights: str = "float"
+    drafter_weights: str | None = None
+    group_size: int | None = None
     num_speculative_tokens: int | None = None
+    markov_topk: int | None = None
     ctx_window: int | str = DEFAULT_WINDOW
     max_batch_size: int = 8
     max_seq_len: int | None = None
@@ -86,18 +96,24 @@ def export_bundle(
     check_output(output, overwrite=options.overwrite)
     progress.step("reading the checkpoints")
     pair = load_pair(target, drafter, options.mask_token_id)
-    plan, limits = resolve(pair, options)
+    plan, limits, quantization = resolve(pair, options)
     rings = ring_capacity(min(plan.window, limits.max_seq_len), plan.num_speculative_tokens)
     caches = cache_capacity(limits.max_seq_len, plan.num_speculative_tokens)
     builder = None if options.build is None else EngineBuilder(options.build, _build_plan(plan, limits, rings, caches))
     if options.check_finite:
         progress.step("checking that all weights are finite")
         check_finite(pair.target_tensors | {f"drafter.{name}": t for name, t in pair.drafter_tensors.items()})
-    weights = Weights(pair, plan.dtype, copy=options.copy_weights)
+    # Of the few candidates' rows in the Markov head's output none is multiplied whole.
+    tables = GATHERED if plan.markov_topk is None else (*GATHERED, MARKOV_OUTPUT)
+    weights = Weights(pair, plan.dtype, copy=options.copy_weights, quantization=quantization, tables=tables)
     graphs = build_graphs(plan, weights.resolver("target", plan.target), weights.resolver("drafter", plan.drafter), progress.step)
+    if quantization is not None:
+        for name, graph in graphs.items():
+            lower_weights(graph, weights.forms("target" if name == TARGET else "drafter"), quantization.group_size)
     with atomic_directory(output, overwrite=options.overwrite) as scratch:
         if weights.inside:
-            progress.step("converting the weights" if weights.converted else "copying the weights")
+            kind = "quantising" if quantization is not None else "converting" if weights.converted else "copying"
+            progress.step(f"{kind} the weights")
             weights.write(scratch, progress.weights)
         progress.step("checking the graphs")
         record = weights.record()
@@ -116,6 +132,7 @@ def export_bundle(
             target=plan.target,
             drafter=plan.drafter,
             num_speculative_tokens=plan.num_speculative_tokens,
+            markov_topk=plan.markov_topk,
             window=plan.window,
             ring_capacity=rings,
             cache_capacity=caches,
@@ -123,7 +140,8 @@ def export_bundle(
             conventions=Conventions(plan.num_speculative_tokens, plan.num_speculative_tokens + 1),
             debug_outputs=plan.debug_outputs,
             weights=record,
-            checkpoints={"target": _identity(pair.target_checkpoint), "drafter": _identity(pair.drafter_checkpoint)},
+            quantization=quantization,
+            checkpoints={"target": identity(pair.target_checkpoint), "drafter": identity(pair.drafter_checkpoint)},
             files=record_files(scratch),
             engines=engines,
         )
@@ -131,7 +149,7 @@ def export_bundle(
     return manifest
 
 
-def resolve(pair: Pair, options: ExportOptions) -> tuple[GraphPlan, Limits]:
+def resolve(pair: Pair, options: ExportOptions) -> tuple[GraphPlan, Limits, Quantization | None]:
     """Return what the options mean for this pair. Raises ConfigError with all that cannot be."""
     block = pair.drafter.block_size
     k = block if options.num_speculative_tokens is None else options.num_speculative_tokens
@@ -155,11 +173,49 @@ def resolve(pair: Pair, options: ExportOptions) -> tuple[GraphPlan, Limits]:
         (limits.max_chunk >= 1, f"max_chunk is {limits.max_chunk}, expected at least 1"),
         (dtype in DTYPES, f"dtype is {options.dtype!r}, expected auto, {', '.join(DTYPES)}"),
         (options.opset in OPSETS, f"opset is {options.opset}, expected one of {OPSETS}"),
+        (
+            options.markov_topk is None or pair.drafter.markov_rank > 0,
+            "markov_topk is for a drafter with a Markov head, which this one has not",
+        ),
+        (
+            options.markov_topk is None or 1 <= options.markov_topk <= pair.drafter.vocab_size,
+            f"markov_topk is {options.markov_topk}, expected 1..{pair.drafter.vocab_size} (the vocabulary)",
+        ),
     ]
-    faults = [fault for holds, fault in checks if not holds]
+    quantization, quantization_faults = _quantization(pair, options, dtype)
+    faults = [fault for holds, fault in checks if not holds] + quantization_faults
     if faults:
         raise ConfigError(f"this export cannot be done as asked:{numbered(faults)}")
-    return GraphPlan(pair.target, pair.drafter, k, window, dtype, options.opset, options.debug_outputs), limits
+    plan = GraphPlan(pair.target, pair.drafter, k, window, dtype, options.opset, options.debug_outputs, options.markov_topk)
+    return plan, limits, quantization
+
+
+def _quantization(pair: Pair, options: ExportOptions, dtype: str) -> tuple[Quantization | None, list[str]]:
+    """Return what the options say of quantised weights, and all that cannot be."""
+    chosen = options.weights, options.weights if options.drafter_weights is None else options.drafter_weights
+    unknown = [
+        f"{choice!r} is no form of weights, expected one of {', '.join(WEIGHT_BITS)}" for choice in chosen if choice not in WEIGHT_BITS
+    ]
+    if unknown:
+        return None, unknown[:1]
+    target_bits, drafter_bits = (WEIGHT_BITS[choice] for choice in chosen)
+    if target_bits is None and drafter_bits is None:
+        return None, [] if options.group_size is None else ["group_size is about quantised weights: choose weights int8 or int4"]
+    group = DEFAULT_GROUP_SIZE if options.group_size is None else options.group_size
+    walks_all = drafter_bits is not None and pair.drafter.markov_rank > 0 and options.markov_topk is None
+    checks = [
+        (group in GROUP_SIZES, f"group_size is {group}, expected one of {', '.join(map(str, GROUP_SIZES))}"),
+        (
+            options.build is None,
+            "quantised weights run on ONNX Runtime alone (MatMulNBits is its own operator): leave out the engines, or the quantisation",
+        ),
+        (
+            dtype == "fp32" or options.build is not None,
+            f"dtype is {dtype!r}, quantised weights go with fp32: their kernels compute in float32 and 8-bit integers",
+        ),
+    ]
+    faults = [fault for holds, fault in checks if not holds]
+    return Quantization(group, target_bits, drafter_bits, MARKOV_BITS if walks_all else None), faults
 
 
 def _build_plan(plan: GraphPlan, limits: Limits, rings: int, caches: int) -> BuildPlan:
@@ -179,6 +235,7 @@ def _write_graph(model: ir.Model, path: Path, plan: GraphPlan, *, root: str | No
         check_references(model, proto, root)
 
 
-def _identity(checkpoint: Checkpoint) -> CheckpointRecord:
+def identity(checkpoint: Checkpoint) -> CheckpointRecord:
+    """Return what the manifest keeps of a checkpoint."""
     files = {file.name: fingerprint(file) for file in checkpoint.files}
     return CheckpointRecord(file_sha256(checkpoint.directory / "config.json"), files)

@@ -11,6 +11,7 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 
+from dspark.export.lower_weights import NBITS, NBITS_DOMAIN
 from dspark.plugins.contract import BLOCK_ATTENTION, DOMAIN, OPERATORS, RING_WRITE
 from dspark.runtime.errors import ExportError
 from dspark.runtime.graphs import Signature
@@ -25,7 +26,8 @@ def check_graph(model: ir.Model, signature: Signature) -> None:
     assert [v.name for v in graph.inputs] == [s.name for s in signature.inputs]
     assert [v.name for v in graph.outputs] == [s.name for s in signature.outputs]
     called = {node.op_type for node in graph if node.domain == DOMAIN}
-    assert {node.domain for node in graph} <= {"", DOMAIN}
+    assert {node.domain for node in graph} <= {"", DOMAIN, NBITS_DOMAIN}
+    assert {node.op_type for node in graph if node.domain == NBITS_DOMAIN} <= {NBITS}
     assert called <= {operator.name for operator in OPERATORS}
     assert called == {name for domain, name, _ in model.functions if domain == DOMAIN}
     inputs = {value.name: value for value in graph.inputs}

@@ -37,14 +37,15 @@ class StoredTensor:
     offset: int
     length: int
 
-    def chunks(self) -> Iterator[NDArray[np.generic]]:
-        """Yield the elements in order, a few million at a time."""
+    def chunks(self, row: int = 1) -> Iterator[NDArray[np.generic]]:
+        """Yield the elements in order, a few million at a time, whole rows of `row` elements."""
         dtype = STORED_DTYPES[self.dtype]
+        elements = max(row, _CHUNK // row * row)
         with self.file.open("rb") as handle:
             handle.seek(self.offset)
             left = self.length
             while left:
-                wanted = min(left, _CHUNK * dtype.itemsize)
+                wanted = min(left, elements * dtype.itemsize)
                 data = handle.read(wanted)
                 if len(data) < wanted:
                     raise CheckpointError(f"{self.file} ended inside tensor {self.name}: download the file again")

@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dspark.runtime.bundle import DTYPES, Manifest
+from dspark.runtime.bundle import DTYPES, WEIGHT_BITS, Manifest
 from dspark.runtime.engines import FLAVOURS
 from dspark.runtime.errors import DSparkError, ExportError
 from dspark.runtime.terminal import ProgressLine
@@ -119,8 +119,9 @@ def _engine_arguments(args: argparse.Namespace) -> dict[str, object]:
 def _summary(output: Path, manifest: Manifest, seconds: float) -> str:
     written = sum(record.size for record in manifest.files.values())
     place = f"by reference from {manifest.weights.root}" if manifest.weights.root else "in the bundle"
+    dtype = manifest.dtype if manifest.quantization is None else f"{manifest.dtype} with quantised weights"
     return (
-        f"{output}: {manifest.dtype}, {manifest.num_speculative_tokens} proposals a round, window {manifest.window}, "
+        f"{output}: {dtype}, {manifest.num_speculative_tokens} proposals a round, window {manifest.window}, "
         f"weights {place}; {written / 1e6:.1f} MB written in {seconds:.1f} s"
     )
 
@@ -139,6 +140,19 @@ def _parser() -> argparse.ArgumentParser:
         choices=("auto", *DTYPES),
         default="auto",
         help="dtype of the graphs (default auto: fp32, for the CPU; the checkpoint's for engines)",
+    )
+    models.add_argument(
+        "--weights",
+        choices=WEIGHT_BITS,
+        default="float",
+        help="quantise large weights, for ONNX Runtime on the CPU (default float: do not)",
+    )
+    models.add_argument("--drafter-weights", choices=WEIGHT_BITS, help="the same for the drafter's own (default: as --weights)")
+    models.add_argument(
+        "--group-size", type=int, metavar="N", help="quantised weights that share a scale: 16, 32, 64, 128, 256 (default 32)"
+    )
+    models.add_argument(
+        "--markov-topk", type=int, metavar="K", help="propose from the K most likely tokens before the Markov correction (default: all)"
     )
     models.add_argument(
         "--num-speculative-tokens", type=int, metavar="N", help="proposals a round, 1..block (default: the drafter's block)"

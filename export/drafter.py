@@ -2,7 +2,7 @@
 
 Parameter names are those of Qwen3DSparkModel. Split in stages like the target, so that one layer is traced. The context stream has
 no depth: one projected row per position feeds every layer. B batch rows, N new context rows, T block rows, K proposals,
-R ring capacity, m tapped layers, H hidden size.
+R ring capacity, m tapped layers, H hidden size, V vocabulary rows, C candidate tokens of a row (V where all are).
 """
 
 from __future__ import annotations
@@ -46,11 +46,23 @@ class DrafterLayer(DecoderLayer):
 
 
 class Drafter(nn.Module):
-    """Qwen3DSparkModel that serves the first K proposals of its block; the backbone always runs all T rows."""
+    """Qwen3DSparkModel that serves the first K proposals of its block; the backbone always runs all T rows.
 
-    def __init__(self, config: DrafterConfig, num_speculative_tokens: int, window: int, *, debug_outputs: bool = False) -> None:
+    With `markov_topk` each proposal is chosen from the C most likely tokens of its row before the Markov correction, so that of the
+    correction's V rows only C are read. What is sampled from, and told to the acceptance, is the distribution over these.
+    """
+
+    def __init__(
+        self,
+        config: DrafterConfig,
+        num_speculative_tokens: int,
+        window: int,
+        *,
+        debug_outputs: bool = False,
+        markov_topk: int | None = None,
+    ) -> None:
         super().__init__()
-        self.config, self.k, self.debug_outputs = config, num_speculative_tokens, debug_outputs
+        self.config, self.k, self.debug_outputs, self.markov_topk = config, num_speculative_tokens, debug_outputs, markov_topk
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.fc = Linear(config.taps_width, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -79,25 +91,55 @@ class Drafter(nn.Module):
         return (x, *self.rotary(total[:, None] + rows, x.dtype))
 
     def rows(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the block after the final norm `[B,T,H]`, K rows of base logits `[B,V]`, K hidden rows `[B,H]` and the first state."""
+        """Return the block after the final norm `[B,T,H]`, then K tensors of each `row_kinds` kind, then the first state, if any."""
         hidden = self.norm(x)
         served = hidden[:, : self.k]
         base = self.lm_head(served.flatten(0, 1)).float().unflatten(0, (-1, self.k))
+        kinds = [base, served]
+        if self.markov_topk is not None:
+            # In ascending order, so that of equal logits the lowest token is chosen as it is without candidates.
+            candidates = base.topk(self.markov_topk).indices.sort().values
+            kinds = [base.gather(-1, candidates), served, candidates]
         state = (x.new_zeros(x.shape[0], self.config.markov_rank),) if self.has_state else ()
-        return (hidden, *base.unbind(1), *served.unbind(1), *state)
+        return (hidden, *(row for kind in kinds for row in kind.unbind(1)), *state)
 
-    def step(self, base: Tensor, hidden: Tensor, previous: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
-        """Choose the token of one row: return it `[B]`, then what `corrected` does."""
-        logits, *rest = corrected(self.markov_head, self.confidence_head, base, hidden, previous, *state)
-        return (greedy_choice(logits), logits, *rest)
+    @property
+    def row_kinds(self) -> tuple[str, ...]:
+        """What a step takes of its row: base logits `[B,C]`, the hidden row `[B,H]` and, with `markov_topk`, the candidates `[B,C]`."""
+        return ("base", "row") if self.markov_topk is None else ("base", "row", "candidates")
 
-    def step_sampled(
-        self, base: Tensor, hidden: Tensor, previous: Tensor, temperature: Tensor, uniform: Tensor, *state: Tensor
-    ) -> tuple[Tensor, ...]:
-        """Draw the token of one row: as `step`, with the distribution `[B,V]` that it was drawn from behind the logits."""
-        logits, *rest = corrected(self.markov_head, self.confidence_head, base, hidden, previous, *state)
+    def step(self, base: Tensor, hidden: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        """Choose the token of one row: return it `[B]`, then what `corrected` does, its logits over the whole vocabulary.
+
+        `rest`: the candidates, if any; the previous token `[B]`; the state, if any.
+        """
+        candidates, (previous, *state) = self._split(rest)
+        logits, *after = corrected(self.markov_head, self.confidence_head, base, hidden, previous, *state, candidates=candidates)
+        return (self._token(greedy_choice(logits), candidates), self._spread(logits, candidates, -torch.inf), *after)
+
+    def step_sampled(self, base: Tensor, hidden: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        """Draw the token of one row: as `step`, with the distribution `[B,V]` that it was drawn from behind the logits.
+
+        `rest`: the candidates, if any; the previous token, the temperature and the uniform number `[B]`; the state, if any.
+        """
+        candidates, (previous, temperature, uniform, *state) = self._split(rest)
+        logits, *after = corrected(self.markov_head, self.confidence_head, base, hidden, previous, *state, candidates=candidates)
         probs = distribution(logits, temperature)
-        return (draw(probs, uniform), logits, probs, *rest)
+        token = self._token(draw(probs, uniform), candidates)
+        return (token, self._spread(logits, candidates, -torch.inf), self._spread(probs, candidates, 0.0), *after)
+
+    def _split(self, rest: tuple[Tensor, ...]) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+        return (None, rest) if self.markov_topk is None else (rest[0], rest[1:])
+
+    def _token(self, choice: Tensor, candidates: Tensor | None) -> Tensor:
+        return choice if candidates is None else candidates.gather(1, choice[:, None])[:, 0]
+
+    def _spread(self, values: Tensor, candidates: Tensor | None, elsewhere: float) -> Tensor:
+        """Return `values [B,C]` at their tokens in `[B,V]`."""
+        if candidates is None:
+            return values
+        whole = torch.full((values.shape[0], self.config.vocab_size), elsewhere, dtype=values.dtype, device=values.device)
+        return whole.scatter(1, candidates, values)
 
     def collect(self, anchor: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
         """Join the K tokens behind the anchor, then K tensors of each further kind, `[B,V]` or `[B,1]`, in order."""
@@ -114,14 +156,18 @@ class Drafter(nn.Module):
         """
         hidden, *rows = self.rows(x)
         sampled = temperature is not None
-        state, steps, previous = rows[2 * self.k :], [], anchor
+        state, steps, previous = rows[self.k * len(self.row_kinds) :], [], anchor
         for k in range(self.k):
             drawn = (temperature, uniform[:, k]) if sampled else ()
             step = self.step_sampled if sampled else self.step
-            previous, *outputs = step(rows[k], rows[self.k + k], previous, *drawn, *state)
+            previous, *outputs = step(*self.row(rows, k), previous, *drawn, *state)
             state = outputs[-1:] if self.has_state else []
             steps.append((previous, *outputs))
         return self.joined(self.collect(anchor, *self.parts(steps, sampled=sampled)), hidden)
+
+    def row(self, rows: Sequence[T], k: int) -> list[T]:
+        """Return what step k takes of `rows` behind the block: one of each `row_kinds` kind."""
+        return [rows[kind * self.k + k] for kind in range(len(self.row_kinds))]
 
     def parts(self, steps: list[tuple[T, ...]], *, sampled: bool) -> list[T]:
         """Return what `collect` joins, from the outputs of K steps: tokens, confidences, distributions, logits, as far as there are."""

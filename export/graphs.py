@@ -51,6 +51,7 @@ class GraphPlan:
     dtype: str
     opset: int
     debug_outputs: bool
+    markov_topk: int | None = None
 
     @property
     def signatures(self) -> dict[str, Signature]:
@@ -125,7 +126,7 @@ def _states(kind: str, config: TransformerConfig, capacity: str) -> list[TensorS
 
 def _plan_drafter(tracer: Tracer, plan: GraphPlan) -> Drafter:
     config, k = plan.drafter, plan.num_speculative_tokens
-    model = tracer.build(lambda: Drafter(config, k, plan.window, debug_outputs=plan.debug_outputs))
+    model = tracer.build(lambda: Drafter(config, k, plan.window, debug_outputs=plan.debug_outputs, markov_topk=plan.markov_topk))
     layer, hidden, block, vocabulary = model.layers[0], config.hidden_size, config.block_size, config.vocab_size
     inputs = {spec.name: spec for spec in plan.signatures[DRAFT].inputs}
     rings = _states("ring", config, "R")
@@ -137,19 +138,22 @@ def _plan_drafter(tracer: Tracer, plan: GraphPlan) -> Drafter:
     tracer.plan("draft_layer", model, layer.draft, rows, ["y"])
 
     state = [_rows("state", "B", config.markov_rank)] if model.has_state else []
-    outputs = ["hidden", *(f"base_{i}" for i in range(k)), *(f"row_{i}" for i in range(k)), *(s.name for s in state)]
+    outputs = ["hidden", *(f"{kind}_{i}" for kind in model.row_kinds for i in range(k)), *(s.name for s in state)]
     tracer.plan("rows", model, model.rows, [_rows("x", "B", block, hidden)], outputs)
     confidence = ["confidence"] if config.enable_confidence_head else []
-    base = TensorSpec("base", "float32", ("B", vocabulary))
-    step, after = [base, _rows("row", "B", hidden), *_per_request("previous")], [*confidence, *(f"next_{s.name}" for s in state)]
+    choices = vocabulary if plan.markov_topk is None else plan.markov_topk
+    kinds = {"base": TensorSpec("base", "float32", ("B", choices)), "row": _rows("row", "B", hidden)}
+    kinds["candidates"] = TensorSpec("candidates", "int64", ("B", choices))
+    step = [*(kinds[kind] for kind in model.row_kinds), *_per_request("previous")]
+    after = [*confidence, *(f"next_{s.name}" for s in state)]
     tracer.plan("step", model, model.step, [*step, *state], ["token", "logits", *after])
     drawn = [TensorSpec(name, "float32", ("B",)) for name in ("temperature", "uniform")]
     tracer.plan("step_sampled", model, model.step_sampled, [*step, *drawn, *state], ["token", "logits", "probs", *after])
     uniform = TensorSpec("draft_uniform", "float32", ("B", k))
     tracer.plan("uniforms", model, lambda uniform: uniform.unbind(1), [uniform], [f"uniform_{i}" for i in range(k)])
-    kinds = {**dict.fromkeys(confidence, 1), "probs": vocabulary, **({"logits": vocabulary} if plan.debug_outputs else {})}
+    widths = {**dict.fromkeys(confidence, 1), "probs": vocabulary, **({"logits": vocabulary} if plan.debug_outputs else {})}
     for name, skipped in (("collect", {"probs"}), ("collect_sampled", set())):
-        joined = {kind: width for kind, width in kinds.items() if kind not in skipped}
+        joined = {kind: width for kind, width in widths.items() if kind not in skipped}
         parts = _per_request(*(f"token_{i}" for i in range(k)))
         parts += [TensorSpec(f"{kind}_{i}", "float32", ("B", width)) for kind, width in joined.items() for i in range(k)]
         tracer.plan(name, model, model.collect, [inputs["anchor"], *parts], ["tokens", *(f"all_{kind}" for kind in joined)])
@@ -202,11 +206,11 @@ def _join_draft(graph: Assembly, stages: dict[str, Stage], plan: GraphPlan, draf
     hidden, *rows = graph.call(stages["rows"], x)
     k, previous = drafter.k, graph["anchor"]
     uniforms = graph.call(stages["uniforms"], graph["draft_uniform"]) if sampled else []
-    state, steps = rows[2 * k :], []
+    state, steps = rows[k * len(drafter.row_kinds) :], []
     for i in range(k):
         drawn = (graph["temperature"], uniforms[i]) if sampled else ()
         step = stages["step_sampled" if sampled else "step"]
-        previous, *outputs = graph.call(step, rows[i], rows[k + i], previous, *drawn, *state)
+        previous, *outputs = graph.call(step, *drafter.row(rows, i), previous, *drawn, *state)
         state = outputs[-1:] if drafter.has_state else []
         steps.append((previous, *outputs))
     collect = stages["collect_sampled" if sampled else "collect"]

@@ -1,12 +1,13 @@
 """The drafter's heads: the Markov walk (none, vanilla, gated, rnn) and the confidence head.
 
 Row k of a block is corrected by a bias that depends on the token chosen for row k - 1 (the anchor for k = 0). Sums in float32.
-B batch rows, H hidden size, V vocabulary rows, r Markov rank.
+B batch rows, H hidden size, V vocabulary rows, C candidate tokens of a row (V where all are), r Markov rank.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dspark.export.layers import Linear
@@ -26,10 +27,11 @@ class MarkovHead(nn.Module):
         if self.kind == "rnn":
             self.joint_proj = Linear(2 * rank + hidden, 3 * rank)
 
-    def forward(self, embedded: Tensor, hidden: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
-        """Return the bias `[B,V]` in float32 and, for `rnn`, the state `[B,r]` for the next row; it begins at zeros.
+    def forward(self, embedded: Tensor, hidden: Tensor, *state: Tensor, candidates: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Return the bias `[B,C]` in float32 and, for `rnn`, the state `[B,r]` for the next row; it begins at zeros.
 
-        `embedded [B,r]` is the previous token's row of `markov_w1`, `hidden [B,H]` the block row after the final norm.
+        `embedded [B,r]` is the previous token's row of `markov_w1`, `hidden [B,H]` the block row after the final norm, `candidates [B,C]`
+        the tokens whose bias is asked for (default: all).
         """
         mixed, next_state = embedded, ()
         if self.kind == "gated":
@@ -39,7 +41,10 @@ class MarkovHead(nn.Module):
             keep = torch.sigmoid(gate)
             next_state = (keep * state[0] + (1 - keep) * torch.tanh(candidate),)
             mixed = torch.tanh(output)
-        return (self.markov_w2(mixed).float(), *next_state)
+        if candidates is None:
+            return (self.markov_w2(mixed).float(), *next_state)
+        rows = F.embedding(candidates, self.markov_w2.weight)
+        return ((rows @ mixed[..., None])[..., 0].float(), *next_state)
 
 
 class ConfidenceHead(nn.Module):
@@ -58,17 +63,23 @@ class ConfidenceHead(nn.Module):
 
 
 def corrected(
-    markov: MarkovHead | None, confidence: ConfidenceHead | None, base: Tensor, hidden: Tensor, previous: Tensor, *state: Tensor
+    markov: MarkovHead | None,
+    confidence: ConfidenceHead | None,
+    base: Tensor,
+    hidden: Tensor,
+    previous: Tensor,
+    *state: Tensor,
+    candidates: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Return the corrected logits `[B,V]` of one row, the confidence logit `[B,1]` if there is that head, and the next state if any.
+    """Return the corrected logits `[B,C]` of one row, the confidence logit `[B,1]` if there is that head, and the next state if any.
 
-    `base [B,V]` float32 logits, `hidden [B,H]` the row after the final norm, `previous [B]` the token before, `state [B,r]` for `rnn`
-    only.
+    `base [B,C]` float32 logits (of the tokens `candidates [B,C]`, default all), `hidden [B,H]` the row after the final norm,
+    `previous [B]` the token before, `state [B,r]` for `rnn` only.
     """
     embedded, logits, scores = None, base, ()
     if markov is not None:
         embedded = markov.markov_w1(previous)
-        bias, *state = markov(embedded, hidden, *state)
+        bias, *state = markov(embedded, hidden, *state, candidates=candidates)
         logits = base + bias
     if confidence is not None:
         scores = (confidence(hidden, embedded),)

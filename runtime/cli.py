@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dspark.runtime.backend import BACKENDS, ONNXRUNTIME
-from dspark.runtime.bundle import Bundle, full_hash_faults, load_bundle, reference_faults, state_bytes
+from dspark.runtime.bundle import Bundle, Quantization, full_hash_faults, load_bundle, reference_faults, state_bytes
 from dspark.runtime.errors import DSparkError, RequestError
 
 if TYPE_CHECKING:
@@ -280,11 +280,14 @@ def _describe_bundle(bundle: Bundle) -> str:
     need = {"fp32": "any provider; the CPU is the default", "fp16": "any provider; slow on the CPU", "bf16": "a GPU engine"}[m.dtype]
     place = f"by reference below {m.weights.root}, {len(m.weights.files)} files" if m.weights.root else "in the bundle"
     size = sum(record.size for record in m.files.values())
+    need = "ONNX Runtime; the CPU is the default" if m.quantization else need
+    walk = "" if m.markov_topk is None else f", chosen from the {m.markov_topk} most likely before the Markov correction"
     window = f"{m.window} positions" + (", more than a sequence may have" if m.window >= limits.max_seq_len else "")
     rows = [
         ("bundle", f"{bundle.directory}, format {m.format_version}, written by dspark {m.dspark_version}"),
         ("graphs", f"{m.dtype}, opset {m.opset}, operator contract {m.ops_contract}; runs on {need}"),
         ("weights", f"{place}; {size / 1e6:.1f} MB in the bundle"),
+        *([("quantised", _describe_quantization(m.quantization))] if m.quantization else []),
         ("target", f"Qwen3, {t.num_hidden_layers} layers, hidden {t.hidden_size}, vocabulary {t.vocab_size}"),
         (
             "drafter",
@@ -292,7 +295,7 @@ def _describe_bundle(bundle: Bundle) -> str:
         ),
         (
             "proposals",
-            f"{m.num_speculative_tokens} a round, verify width {m.num_speculative_tokens + 1}, mask token {d.mask_token_id}",
+            f"{m.num_speculative_tokens} a round, verify width {m.num_speculative_tokens + 1}, mask token {d.mask_token_id}{walk}",
         ),
         ("window", f"{window}, ring of {m.ring_capacity} rows"),
         ("limits", f"{limits.max_batch_size} requests, {limits.max_seq_len} tokens each, prefill chunks of {limits.max_chunk}"),
@@ -304,6 +307,12 @@ def _describe_bundle(bundle: Bundle) -> str:
     if m.debug_outputs:
         rows.append(("debug", "block hidden states and corrected logits are outputs"))
     return "\n".join(f"{name:<10} {text}" for name, text in rows)
+
+
+def _describe_quantization(q: Quantization) -> str:
+    parts = [("target", q.target_bits), ("drafter", q.drafter_bits), ("Markov output", q.markov_bits)]
+    bits = ", ".join(f"{part} {'float' if n is None else f'int{n}'}" for part, n in parts if n is not None or part != "Markov output")
+    return f"{bits}; a scale for {q.group_size} weights of a row; products round their inputs to 8 bits"
 
 
 def _positive(text: str) -> int:

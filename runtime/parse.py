@@ -22,16 +22,15 @@ def parse(kind: Any, value: Any, where: str, faults: list[str]) -> Any:
         return {key: parse(arguments[1], item, f"{where}.{key}", faults) for key, item in value.items()}
     if origin is tuple and isinstance(value, list):
         return tuple(parse(arguments[0], item, f"{where}[{i}]", faults) for i, item in enumerate(value))
-    if origin is types.UnionType and value is None:
-        return None
-    plain = arguments[0] if origin is types.UnionType else kind
-    if plain is float and type(value) in (int, float):
+    if origin is types.UnionType:
+        return None if value is None else parse(arguments[0], value, where, faults)
+    if kind is float and type(value) in (int, float):
         if abs(value) <= _LARGEST:
             return float(value)
         faults.append(f"{where} is {value!r:.80}, expected a finite number")
         return value
-    if not isinstance(plain, type) or type(value) is not plain:
-        faults.append(f"{where} is {value!r:.80}, expected {getattr(plain, '__name__', plain)}")
+    if not isinstance(kind, type) or type(value) is not kind:
+        faults.append(f"{where} is {value!r:.80}, expected {getattr(kind, '__name__', kind)}")
     return value
 
 

@@ -122,7 +122,17 @@ def pair_bundle(export: Export) -> Path:
     return export(PAIR)
 
 
+SMALL_OPTIONS = {"ctx_window": 32, "debug_outputs": True, "max_chunk": 64, "max_batch_size": 4}
+"""A window of 32, small limits and debug outputs."""
+
+
 @pytest.fixture(scope="session")
 def small_bundle(export: Export, small_pair: Path) -> Path:
-    """The small random pair with a window of 32, small limits and debug outputs."""
-    return export(small_pair, ctx_window=32, debug_outputs=True, max_chunk=64, max_batch_size=4)
+    """The small random pair with SMALL_OPTIONS."""
+    return export(small_pair, **SMALL_OPTIONS)
+
+
+@pytest.fixture(scope="session", params=["float", "int8", "int4"])
+def each_bundle(request: pytest.FixtureRequest, export: Export, small_pair: Path, small_bundle: Path) -> Path:
+    """`small_bundle`, and the same with its weights quantised."""
+    return small_bundle if request.param == "float" else export(small_pair, **SMALL_OPTIONS, weights=request.param)

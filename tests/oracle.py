@@ -136,9 +136,13 @@ class Target:
 
 
 class Drafter:
-    """A DSpark drafter over an explicit list of context positions."""
+    """A DSpark drafter over an explicit list of context positions; with `markov_topk` it proposes the likeliest without correction only.
 
-    def __init__(self, directory: Path) -> None:
+    The other tokens' logits are then -inf.
+    """
+
+    def __init__(self, directory: Path, markov_topk: int | None = None) -> None:
+        self.markov_topk = markov_topk
         self.config, self.tensors = load(directory)
         self.layers = Layers(self.config, self.tensors, "")
 
@@ -172,6 +176,7 @@ class Drafter:
         tokens, logits, confidence, state = [anchor], [], [], np.zeros(rank)
         for row in hidden:
             own = row @ t["lm_head.weight"].T
+            dropped = [] if self.markov_topk is None else np.argsort(-own, kind="stable")[self.markov_topk :]
             embedded = t["markov_head.markov_w1.weight"][tokens[-1]] if rank else None
             if rank:
                 mixed = embedded
@@ -184,6 +189,7 @@ class Drafter:
                     mixed = np.tanh(zo)
                     state = sigmoid(zg) * state + (1 - sigmoid(zg)) * np.tanh(zc)
                 own = own + t["markov_head.markov_w2.weight"] @ mixed
+            own[dropped] = -np.inf
             if self.config["enable_confidence_head"]:
                 features = np.concatenate([row, embedded]) if self.config["confidence_head_with_markov"] else row
                 confidence.append(

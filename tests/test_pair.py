@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
-from conftest import PAIR
+from conftest import PAIR, Export
 
 from dspark.runtime import LLM, SamplingParams
 
@@ -34,6 +35,20 @@ def test_recorded_outputs(llm: LLM, kind: str) -> None:
         if outputs[True].finish_reason == "length":
             ours, recorded = ours[:-1], recorded[: len(ours) - 1]
         assert ours == recorded
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"weights": "int8"}, {"weights": "int4"}, {"weights": "int4", "markov_topk": 64}], ids=str)
+def test_quantized_pairs_are_lossless(export: Export, options: dict[str, Any]) -> None:
+    """All 120 prompts give, speculatively, what the same quantised target gives plainly; the drafter keeps its skill."""
+    llm, emitted = LLM(export(PAIR, **options)), []
+    for kind in KINDS:
+        for line in (PAIR / "prompts" / f"{kind}.jsonl").read_text().splitlines():
+            ids = json.loads(line)["ids"]
+            outputs = {way: llm.generate([ids], SamplingParams(max_tokens=160), speculative=way)[0] for way in (True, False)}
+            assert outputs[True].token_ids == outputs[False].token_ids
+            emitted += outputs[True].stats.accepted_per_round if kind == "func" else []
+    assert sum(emitted) / len(emitted) > 7
 
 
 def test_chat_messages_and_text_give_the_recorded_ids(llm: LLM) -> None:

@@ -358,7 +358,8 @@ def test_published_shapes_export_by_reference(tmp_path: Path, shape: str) -> Non
 
 
 @pytest.mark.slow
-def test_conversion_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["fp32", "int8", "int4"])
+def test_conversion_memory_does_not_grow_with_the_model(tmp_path: Path, dtype: str) -> None:
     """0.6B against 1.7B parameters, streamed: the same peak."""
-    small, large = (measured(shape, "fp32", tmp_path)[0] for shape in ("0.6b", "1.7b"))
-    assert large < small + 0.2
+    small, large = (measured(shape, dtype, tmp_path)[0] for shape in ("0.6b", "1.7b"))
+    assert large < min(small + 0.2, 2)

@@ -13,6 +13,7 @@ import pytest
 from conftest import GOLDEN
 
 from dspark.export import bundle, cli, verify
+from dspark.runtime.cli import main as inspect
 
 PAIR = [str(GOLDEN / "small_vocab" / "target"), str(GOLDEN / "small_vocab" / "drafter")]
 
@@ -40,6 +41,20 @@ def test_json_summary_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert (tmp_path / "out" / "manifest.json").exists()
 
 
+def test_quantized(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From the command line to `dspark inspect`: what is quantised, how, and verified both ways."""
+    output = str(tmp_path / "out")
+    options = ["--weights", "int4", "--drafter-weights", "int8", "--group-size", "16"]
+    assert cli.main([*PAIR, output, *options, "--json", "--verify"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["manifest"]["quantization"] == {"group_size": 16, "target_bits": 4, "drafter_bits": 8, "markov_bits": 8}
+    assert {row["name"] for row in summary["verify"]} >= {"verify logits", "verify logits, rounded"}
+    assert inspect(["inspect", output]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "quantised target int4, drafter int8, Markov output int8; a scale for 16 weights of a row" in shown
+    assert "runs on ONNX Runtime; the CPU is the default" in shown
+
+
 def test_verify_sees_another_checkpoint(tmp_path: Path) -> None:
     """The comparison can fail: a bundle against the weights of another pair of its shape."""
     bundle = tmp_path / "out"
@@ -54,6 +69,7 @@ def test_verify_sees_another_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ([*PAIR, "OUT", "--group-size", "32"], "group_size is about quantised weights: choose weights int8 or int4"),
         (["/nowhere", "/nowhere", "OUT"], "/nowhere/config.json does not exist"),
         ([*PAIR, "OUT", "--ctx-window", "3"], "the minimum is 9"),
         ([*PAIR, "OUT", "--num-speculative-tokens", "8"], "expected 1..7"),

@@ -36,7 +36,7 @@ BAD_REASONS = {
     "list": ["has format version None"],
     "null": ["has format version None"],
     "not_a_number": ["rope_theta"],
-    "other_version": ["has format version 4"],
+    "other_version": ["has format version 5"],
     "overflowing_float": ["rope_theta"],
     "version_only": ["manifest.target is missing", "manifest.files is missing"],
     "wrong_shapes": ["manifest.target is", "manifest.files is", "manifest.weights is", "manifest.checkpoints.drafter is"],
@@ -47,6 +47,11 @@ BAD_REASONS = {
 GRAPH_FILES = tuple(f"{name}.onnx" for name in GRAPHS)
 WEIGHTS = "weights/model.safetensors"
 DELETE = object()
+
+
+def quantized(**changes: int | None) -> dict[str, int | None]:
+    """Return what the manifest says of a quantised bundle."""
+    return {"group_size": 32, "target_bits": 8, "drafter_bits": 4, "markov_bits": 8} | changes
 
 
 def make_bundle(directory: Path, *, reference: Path | None = None) -> Manifest:
@@ -74,6 +79,7 @@ def make_bundle(directory: Path, *, reference: Path | None = None) -> Manifest:
         target=SMALL_TARGET,
         drafter=SMALL_DRAFTER,
         num_speculative_tokens=7,
+        markov_topk=None,
         window=32,
         ring_capacity=48,
         cache_capacity=528,
@@ -81,6 +87,7 @@ def make_bundle(directory: Path, *, reference: Path | None = None) -> Manifest:
         conventions=Conventions(proposals=7, verify_width=8),
         debug_outputs=False,
         weights=weights,
+        quantization=None,
         checkpoints={"target": record, "drafter": record},
         files={name: record_file(directory / name) for name in inside},
         engines={},
@@ -178,6 +185,7 @@ def test_state_bytes() -> None:
         SMALL_TARGET,
         SMALL_DRAFTER,
         7,
+        None,
         32,
         48,
         528,
@@ -185,6 +193,7 @@ def test_state_bytes() -> None:
         Conventions(7, 8),
         False,
         Weights(None, {}),
+        None,
         {},
         {},
         {},
@@ -220,17 +229,17 @@ def test_manifest_of_another_encoding(whole: Path, content: bytes) -> None:
     assert "is not JSON" in refused(whole)
 
 
-@pytest.mark.parametrize("version", [0, 2, 4, "3", None, [3], True, DELETE])
+@pytest.mark.parametrize("version", [0, 3, 5, "4", None, [4], True, DELETE])
 def test_other_format_version(whole: Path, version: object) -> None:
     edit(whole, {"format_version": version, "window": "wide", "new": 1})
     message = refused(whole)
-    assert f"has format version {None if version is DELETE else version!r}, this dspark reads 3: export the bundle again" in message
+    assert f"has format version {None if version is DELETE else version!r}, this dspark reads 4: export the bundle again" in message
     assert "window" not in message
 
 
-def test_format_version_that_only_equals_3(whole: Path) -> None:
-    edit(whole, {"format_version": 3.0})
-    assert faults(whole) == ["manifest.format_version is 3.0, expected int"]
+def test_format_version_that_only_equals_4(whole: Path) -> None:
+    edit(whole, {"format_version": 4.0})
+    assert faults(whole) == ["manifest.format_version is 4.0, expected int"]
 
 
 @pytest.mark.parametrize(
@@ -285,6 +294,8 @@ def test_unknown_key(whole: Path, where: tuple[str, ...]) -> None:
         ("weights.root", 3),
         ("weights.root", False),
         ("weights.files", []),
+        ("quantization", 8),
+        ("markov_topk", "16"),
         ("checkpoints", "none"),
         ("checkpoints.target", None),
         ("checkpoints.target.files", None),
@@ -371,6 +382,18 @@ def test_several_faults_in_one_error(whole: Path) -> None:
         ({("files", "draft.onnx"): DELETE}, ["files lacks draft.onnx"]),
         ({"files": {}}, [*(f"files lacks {name}" for name in GRAPH_FILES), f"files lacks {WEIGHTS}"]),
         ({("files", WEIGHTS): DELETE}, [f"files lacks {WEIGHTS}"]),
+        ({"markov_topk": 0}, ["markov_topk is 0, expected null, or 1..320 where there is a Markov head"]),
+        ({"markov_topk": 321}, ["markov_topk is 321, expected null, or 1..320 where there is a Markov head"]),
+        ({"quantization": quantized(group_size=48)}, ["quantization.group_size is 48, expected one of (16, 32, 64, 128, 256)"]),
+        ({"quantization": quantized(target_bits=2)}, ["quantization has bits (2, 4, 8), expected 4, 8 or null each"]),
+        ({"quantization": quantized(markov_bits=4)}, ["quantization.markov_bits is 4, expected 8"]),
+        ({"quantization": quantized(), "markov_topk": 16}, ["quantization.markov_bits is 8, expected None"]),
+        ({"quantization": quantized(drafter_bits=None)}, ["quantization.markov_bits is 8, expected None"]),
+        (
+            {"quantization": quantized(target_bits=None, drafter_bits=None, markov_bits=None)},
+            ["quantization has neither target_bits nor drafter_bits, expected null for a bundle that is not quantised"],
+        ),
+        ({"quantization": quantized(), "dtype": "fp16"}, ["dtype is 'fp16' and the weights are quantised, expected 'fp32'"]),
     ],
 )
 def test_values_that_do_not_fit(whole: Path, changes: dict[tuple[str, ...] | str, Any], expected: list[str]) -> None:
@@ -385,6 +408,23 @@ def test_limits_below_1(whole: Path, limit: str, value: int) -> None:
     found = [fault for fault in faults(whole) if fault.startswith("limits are") and fault.endswith("expected at least 1 each")]
     assert len(found) == 1
     assert f"{limit}={value}" in found[0]
+
+
+@pytest.mark.parametrize("changes", [{}, {"target_bits": None}, {"drafter_bits": None, "markov_bits": None}, {"group_size": 16}], ids=str)
+def test_quantized_bundles_load(whole: Path, changes: dict[str, int | None]) -> None:
+    edit(whole, {"quantization": quantized(**changes)})
+    assert dataclasses.asdict(load_bundle(whole).manifest)["quantization"] == quantized(**changes)
+
+
+def test_quantized_weights_lie_in_the_bundle(by_reference: Path) -> None:
+    edit(by_reference, {"quantization": quantized()})
+    assert faults(by_reference) == ["weights.root is set and the weights are quantised, expected null: they lie in the bundle"]
+
+
+@pytest.mark.parametrize("key", ["group_size", "target_bits", "drafter_bits", "markov_bits"])
+def test_incomplete_quantization(whole: Path, key: str) -> None:
+    edit(whole, {"quantization": {k: v for k, v in quantized().items() if k != key}})
+    assert faults(whole) == [f"manifest.quantization.{key} is missing"]
 
 
 def test_several_values_in_one_error(whole: Path) -> None:

@@ -165,6 +165,18 @@ def test_inspect(pair_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "draft.onnx has changed" in capsys.readouterr().err
 
 
+def test_inspect_tells_what_proposals_are_chosen_from(pair_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bundle = tmp_path / "bundle"
+    shutil.copytree(pair_bundle, bundle)
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    (bundle / "manifest.json").write_text(json.dumps(manifest | {"markov_topk": 64}))
+    for directory, expected in ((bundle, True), (pair_bundle, False)):
+        assert main(["inspect", str(directory)]) == 0
+        shown = capsys.readouterr().out
+        assert ("chosen from the 64 most likely before the Markov correction" in shown) == expected
+        assert "quantised" not in shown
+
+
 def test_inspect_tells_of_a_missing_checkpoint(export: Export, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The moment one needs it: what the bundle is, and what it lacks."""
     source = export(GOLDEN / "vanilla", ctx_window="full", debug_outputs=True)

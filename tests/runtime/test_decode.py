@@ -50,10 +50,16 @@ def rebuilt_state(bundle: Path, small_pair: Path, tokens: list[int]) -> tuple[li
     return tuple([t.read()[0] for t in state.tensors(view).values()] for state in (parts.target.caches, parts.drafter.rings))
 
 
-@pytest.mark.parametrize("right", range(8))
-def test_every_acceptance_keeps_output_and_state(small_bundle: Path, small_pair: Path, greedy: list[int], right: int) -> None:
+@pytest.mark.parametrize(
+    ("each_bundle", "right"),
+    [*(("float", n) for n in range(8)), *(("int8", n) for n in (0, 3, 7)), *(("int4", n) for n in (0, 3, 7))],
+    indirect=["each_bundle"],
+)
+def test_every_acceptance_keeps_output_and_state(each_bundle: Path, small_pair: Path, greedy: list[int], right: int) -> None:
     """A drafter right for r positions, 10 rounds and more: tokens, counts, and the state equals a rebuild from scratch (case A9)."""
-    parts = open_parts(small_bundle)
+    parts = open_parts(each_bundle)
+    if parts.engine.manifest.quantization is not None:
+        greedy = plain(each_bundle, PROMPT, 100)
     drafter = scripted(parts, {"r": greedy}, lambda _name, _round: right)
     decoder, one = parts.decoder(drafter), request(PROMPT, 12 * (right + 1))
     parts.slots.admit("r")
@@ -67,7 +73,7 @@ def test_every_acceptance_keeps_output_and_state(small_bundle: Path, small_pair:
     assert parts.target.length("r") == len(committed)
     drafter.propose(["r"], [one.anchor], decoder._pending.taps, decoder._pending.counts(["r"]))
     assert parts.drafter.total("r") == len(committed)
-    caches, rings = rebuilt_state(small_bundle, small_pair, committed)
+    caches, rings = rebuilt_state(each_bundle, small_pair, committed)
     view, total = parts.slots.view(["r"]), len(committed)
     for ours, theirs in zip(parts.target.caches.tensors(view).values(), caches, strict=True):
         np.testing.assert_allclose(ours.read()[0, :, :total], theirs[:, :total], atol=1e-5)

@@ -15,11 +15,13 @@ from dspark.runtime.sampling import Draws, Sampled, SamplingParams
 TEMPERATURES = (1.0, 0.0, 0.6)
 
 
-@pytest.mark.parametrize("folder", ["vanilla", "gated", "rnn", "dflash"])
-def test_distributions_follow_the_sampled_tokens(export: Export, folder: str) -> None:
+@pytest.mark.parametrize(("folder", "topk"), [("vanilla", None), ("gated", None), ("rnn", None), ("dflash", None), ("vanilla", 4)])
+def test_distributions_follow_the_sampled_tokens(export: Export, folder: str, topk: int | None) -> None:
     """Case C2: q at row k is the softmax of the logits corrected by the token drawn at row k - 1; the next is drawn from it."""
     directory = GOLDEN / folder
-    parts, own = open_parts(export(directory, ctx_window="full", debug_outputs=True)), oracle.Drafter(directory / "drafter")
+    cut = {} if topk is None else {"markov_topk": topk}
+    parts = open_parts(export(directory, ctx_window="full", debug_outputs=True, **cut))
+    own = oracle.Drafter(directory / "drafter", topk)
     k, width = parts.engine.manifest.num_speculative_tokens, parts.engine.manifest.drafter.taps_width
     rng, deviating = np.random.default_rng(0), 0
     contexts = [rng.standard_normal((n, width)).astype(np.float32) for n in (5, 9, 7)]

@@ -61,12 +61,20 @@ def chi_square(counts: Array, law: Array) -> float:
     return float(torch.special.gammaincc(half[0], half[1]))
 
 
+TINY_OPTIONS = {"max_batch_size": BATCH, "ctx_window": 16}
+
+
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory, export: Export) -> Path:
-    """A bundle of 8 tokens and 3 proposals that takes 512 requests at once."""
+def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tiny")
     write_pair(directory, TINY, dtype="fp32", deviation=0.4)
-    return export(directory, max_batch_size=BATCH, ctx_window=16)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_pair: Path, export: Export) -> Path:
+    """A bundle of 8 tokens and 3 proposals that takes 512 requests at once."""
+    return export(tiny_pair, **TINY_OPTIONS)
 
 
 class Rounds:
@@ -162,7 +170,7 @@ def test_wrong_decoders_are_noticed(tiny: Path, change: Callable[[Draws, Array],
     assert chi_square(counts, law) < 1e-3
 
 
-def joint_law(target: oracle.Target, prompt: list[int], params: SamplingParams, tokens: int) -> dict[tuple[int, ...], float]:
+def joint_law(target: Any, prompt: list[int], params: SamplingParams, tokens: int) -> dict[tuple[int, ...], float]:
     """Return the probability of every continuation of `tokens` tokens, by recomputing the target for each prefix."""
     law: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(tokens):
@@ -186,13 +194,40 @@ def outputs_law(llm: LLM, prompt: list[int], settings: dict[str, Any], seeds: ra
     return chi_square(counts, np.array(list(law.values())))
 
 
-@pytest.mark.parametrize("settings", [{"temperature": 1.0}, {"temperature": 0.6, "top_k": 5, "top_p": 0.95}], ids=str)
-def test_a_tiny_pair_end_to_end(tiny: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
+class BundleTarget:
+    """The target of a bundle, fed every prefix whole: what decoding must be lossless against where its weights are quantised."""
+
+    def __init__(self, bundle: Path) -> None:
+        self._parts, self._names = open_parts(bundle, slots=1), itertools.count()
+
+    def forward(self, tokens: list[int]) -> tuple[Array, None]:
+        """Return logits `[1, V]` of the last token."""
+        name = next(self._names)
+        self._parts.slots.admit(name)
+        logits = self._parts.target.prefill(name, tokens).logits.tensor.read()[0].copy()
+        self._parts.target.release(name)
+        self._parts.slots.release(name)
+        return logits, None
+
+
+@pytest.mark.parametrize(
+    ("settings", "options"),
+    [
+        ({"temperature": 1.0}, {}),
+        ({"temperature": 0.6, "top_k": 5, "top_p": 0.95}, {}),
+        ({"temperature": 1.0}, {"weights": "int4"}),
+        pytest.param({"temperature": 1.0}, {"weights": "int8"}, marks=pytest.mark.slow),
+        pytest.param({"temperature": 1.0}, {"markov_topk": 3}, marks=pytest.mark.slow),
+        pytest.param({"temperature": 0.6, "top_k": 5}, {"markov_topk": 2, "weights": "int4"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_tiny_pair_end_to_end(tiny_pair: Path, export: Export, settings: dict[str, Any], options: dict[str, Any]) -> None:
     """Drafting, Markov walk, verification and acceptance in graphs, 512 requests at once: the joint law of three tokens, 512 cells."""
-    write_pair(tmp_path, TINY, dtype="fp32", deviation=0.4)
-    prompt = [1, 2, 3, 4]
-    law = joint_law(oracle.Target(tmp_path / "target"), prompt, SamplingParams(**settings), TOKENS)
-    assert outputs_law(LLM(tiny), prompt, settings, range(4096), law) > 1e-3
+    prompt, bundle = [1, 2, 3, 4], export(tiny_pair, **TINY_OPTIONS, **options)
+    target = BundleTarget(bundle) if "weights" in options else oracle.Target(tiny_pair / "target")
+    law = joint_law(target, prompt, SamplingParams(**settings), TOKENS)
+    assert outputs_law(LLM(bundle), prompt, settings, range(4096), law) > 1e-3
 
 
 def q_of_another_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,11 +251,10 @@ def one_stream_for_both(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("spoil", [q_of_another_temperature, one_stream_for_both])
-def test_wrong_decoders_are_noticed_end_to_end(tiny: Path, tmp_path: Path, spoil: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_decoders_are_noticed_end_to_end(tiny: Path, tiny_pair: Path, spoil: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above fails for them."""
-    write_pair(tmp_path, TINY, dtype="fp32", deviation=0.4)
     prompt, settings = [1, 2, 3, 4], {"temperature": 1.0}
-    law = joint_law(oracle.Target(tmp_path / "target"), prompt, SamplingParams(**settings), TOKENS)
+    law = joint_law(oracle.Target(tiny_pair / "target"), prompt, SamplingParams(**settings), TOKENS)
     spoil(monkeypatch)
     assert outputs_law(LLM(tiny), prompt, settings, range(4096), law) < 1e-3
 

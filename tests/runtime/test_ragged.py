@@ -59,12 +59,14 @@ def rebuilt(bundle: Path, tokens: list[int]) -> list[Array]:
     return visible(fed_whole(bundle, tokens), "r")
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_any_mix_of_rollbacks_keeps_the_state(small_bundle: Path, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("each_bundle", "seed"), [("float", 0), ("float", 1), ("float", 2), ("int8", 0), ("int4", 0)], indirect=["each_bundle"]
+)
+def test_any_mix_of_rollbacks_keeps_the_state(each_bundle: Path, seed: int) -> None:
     """Three slots, 30 rounds, each request right for a random 0..7 positions: caches and rings equal rebuilt ones."""
-    rng, parts, names = np.random.default_rng(seed), open_parts(small_bundle), "abc"
+    rng, parts, names = np.random.default_rng(seed), open_parts(each_bundle), "abc"
     own = dict(zip(names, prompts(3, seed), strict=True))
-    truth = {name: plain(small_bundle, prompt, 260) for name, prompt in own.items()}
+    truth = {name: plain(each_bundle, prompt, 260) for name, prompt in own.items()}
     drafter = ScriptedDrafter(parts.drafter, truth, lambda _name, _round: int(rng.integers(0, 8)), 320)
     decoder, requests = parts.decoder(drafter), [request(prompt, 260, name=name) for name, prompt in own.items()]
     start(decoder, *requests)
@@ -75,39 +77,41 @@ def test_any_mix_of_rollbacks_keeps_the_state(small_bundle: Path, seed: int) -> 
         decoder._pending.write(one.id)
         assert one.output == truth[one.id][: len(one.output)]
         assert set(one.stats.accepted) >= {0, 7}
-        for ours, theirs in zip(visible(parts, one.id), rebuilt(small_bundle, [*one.prompt, *one.output[:-1]]), strict=True):
+        for ours, theirs in zip(visible(parts, one.id), rebuilt(each_bundle, [*one.prompt, *one.output[:-1]]), strict=True):
             np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
-@pytest.mark.parametrize("slots", [1, 2, 3, 4])
-def test_more_requests_than_slots(small_bundle: Path, slots: int) -> None:
+@pytest.mark.parametrize(
+    ("each_bundle", "slots"), [("float", 1), ("float", 2), ("float", 3), ("float", 4), ("int8", 2), ("int4", 3)], indirect=["each_bundle"]
+)
+def test_more_requests_than_slots(each_bundle: Path, slots: int) -> None:
     """Ten prompts arrive at once, end at different times and hand their slots on; sampled ones give what they give alone."""
-    own, llm = prompts(10), LLM(small_bundle, max_num_seqs=slots)
+    own, llm = prompts(10), LLM(each_bundle, max_num_seqs=slots)
     params = [SamplingParams(max_tokens=5 + 7 * i, temperature=0.8 * (i % 3 == 0), seed=i) for i in range(10)]
     outputs = llm.generate(own, params)
-    alone = LLM(small_bundle, max_num_seqs=1)
+    alone = LLM(each_bundle, max_num_seqs=1)
     for prompt, param, output in zip(own, params, outputs, strict=True):
         assert output.token_ids == alone.generate([prompt], param)[0].token_ids
         if param.is_greedy:
-            assert output.token_ids == plain(small_bundle, prompt, param.max_tokens)
+            assert output.token_ids == plain(each_bundle, prompt, param.max_tokens)
         assert (len(output.token_ids), output.finish_reason) == (param.max_tokens, "length")
 
 
-def test_plain_and_speculative_requests_in_one_batch(small_bundle: Path) -> None:
-    parts, own = open_parts(small_bundle), prompts(4, 3)
+def test_plain_and_speculative_requests_in_one_batch(each_bundle: Path) -> None:
+    parts, own = open_parts(each_bundle), prompts(4, 3)
     requests = [request(prompt, 40, name=i, speculative=i % 2 == 0) for i, prompt in enumerate(own)]
     run(parts, *requests)
     for one in requests:
-        assert one.output == plain(small_bundle, list(one.prompt), 40)
+        assert one.output == plain(each_bundle, list(one.prompt), 40)
         assert (max(one.stats.proposed) > 0) == one.speculative
 
 
-def test_three_requests_in_a_bucket_of_four(small_bundle: Path) -> None:
+def test_three_requests_in_a_bucket_of_four(each_bundle: Path) -> None:
     """Case A1: the free slot takes the padding's junk; the live slots hold what a run without the bucket gives."""
     own = prompts(3, 5)
     states = []
     for slots in (4, 3):  # with three slots the range has exactly three rows
-        parts = open_parts(small_bundle, slots=slots)
+        parts = open_parts(each_bundle, slots=slots)
         decoder, requests = parts.decoder(), [request(prompt, 200, name=i) for i, prompt in enumerate(own)]
         start(decoder, *requests)
         for _ in range(20):
