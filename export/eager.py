@@ -21,6 +21,7 @@ from torch import nn
 from dspark.export.accept import Accept, AcceptSampled, Logprobs
 from dspark.export.drafter import Drafter
 from dspark.export.pair import SHARED
+from dspark.export.quantize import dequantize, quantized_bits
 from dspark.export.target import Target
 from dspark.export.truncate import Truncate
 from dspark.runtime.bundle import Bundle
@@ -28,6 +29,8 @@ from dspark.runtime.engine import Array, Tensor, check_binding, manifest_signatu
 from dspark.runtime.graphs import ACCEPT, ACCEPT_SAMPLED, CONTEXT, DRAFT, DRAFT_SAMPLED, LOGPROBS, MODEL_DTYPE, TARGET, TRUNCATE
 
 Values = Sequence[TorchTensor]
+_KEPT = ("bf16", "f16", "f32")
+"""Endings of a weight's name in a quantised bundle that keeps it as it is stored."""
 Forward = Callable[[Values, list[TorchTensor]], tuple[Values, Values]]
 
 
@@ -66,7 +69,8 @@ class EagerEngine:
         self.run_seconds = 0.0
         self.signatures = manifest_signatures(m)
         target = _load(Target(m.target, m.drafter.target_layer_ids), "target", bundle, TARGET)
-        drafter = _load(Drafter(m.drafter, m.num_speculative_tokens, m.window, debug_outputs=True), "drafter", bundle, DRAFT)
+        walk = {"debug_outputs": True, "markov_topk": m.markov_topk}
+        drafter = _load(Drafter(m.drafter, m.num_speculative_tokens, m.window, **walk), "drafter", bundle, DRAFT)
         top = self.signatures[LOGPROBS].outputs[1].shape[-1]
         assert isinstance(top, int)
         self.forwards: dict[str, Forward] = {
@@ -135,10 +139,24 @@ def _load(model: nn.Module, kind: str, bundle: Bundle, graph: str) -> nn.Module:
     """Give a model the weights of a graph, as float32: the values that an engine computes with, also where the export rounded them."""
     read = ir.load(bundle.graph_path(graph)).graph
     ir.external_data.set_base_dir(read, Path(bundle.manifest.weights.root or bundle.directory))
+    values = {name: value.const_value.numpy() for name, value in read.initializers.items() if value.const_value is not None}
+    quantized = bundle.manifest.quantization
+    if quantized is not None and f"{kind}.lm_head.weight" not in values and model.lm_head.weight is model.embed_tokens.weight:
+        model.lm_head.weight = nn.Parameter(torch.empty(0))  # a tied table is gathered from as it is stored, and multiplied quantised
     for name, parameter in model.named_parameters():
         # A weight that both models share, or a tied one, has the name of its first user.
         names = [f"{owner}.{n}" for n in ((name, *SHARED) if name in SHARED else (name,)) for owner in (kind, "target")]
-        stored = next(read.initializers[n].const_value for n in names if n in read.initializers)
-        assert stored is not None
-        parameter.data = torch.from_numpy(stored.numpy().astype(np.float32))
+        bits = None if quantized is None else quantized_bits(kind, name, quantized)
+        if quantized is not None and bits is not None:
+            stored = next(n for n in (f"{n}.int{bits}" for n in names) if n in values)
+            found = dequantize(values[stored], values[f"{stored}.scales"], bits, _columns(read, stored))
+        else:
+            found = next(values[form] for n in names for form in (n, *(f"{n}.{kept}" for kept in _KEPT)) if form in values)
+        parameter.data = torch.from_numpy(found.astype(np.float32))
     return model.eval()
+
+
+def _columns(graph: ir.Graph, packed: str) -> int:
+    """Return the input columns of a packed weight, whose last group may be filled up."""
+    node = next(node for node in graph if any(value is not None and value.name == packed for value in node.inputs))
+    return node.attributes["K"].as_int()

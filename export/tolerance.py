@@ -20,6 +20,8 @@ from dspark.runtime.graphs import CONTEXT, DRAFT, DRAFT_SAMPLED, MODEL_DTYPE, TA
 SIGNIFICAND = {"fp32": 24, "fp16": 11, "bf16": 8}
 """Bits of a number, the leading one included."""
 FACTOR = {"fp32": 64, "fp16": 6, "bf16": 6}
+ROUNDED = 0.1
+"""The same for quantised bundles, whose products round their inputs to 8 bits, as torch does not."""
 _TIE = 1 / 3
 """A near tie is a matter of two entries, the tolerance one of the largest error among all of a vocabulary."""
 _PROBABILITY = 8
@@ -37,6 +39,8 @@ def tolerance(manifest: Manifest, graph: str, name: str) -> float:
         depth = target + 1
     else:
         depth = drafter + 2 if graph in (DRAFT, DRAFT_SAMPLED) else 1
+    if manifest.quantization is not None and graph in (CONTEXT, DRAFT, DRAFT_SAMPLED, TARGET):
+        return ROUNDED
     dtype = manifest.dtype if graph in (CONTEXT, DRAFT, DRAFT_SAMPLED, TARGET) else "fp32"
     one = FACTOR[dtype] * 2.0 ** -SIGNIFICAND[dtype] * math.sqrt(1 + depth)
     return one * _PROBABILITY if name == "draft_probs" else one

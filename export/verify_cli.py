@@ -10,18 +10,19 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dspark.runtime.bundle import Bundle, load_bundle
-from dspark.runtime.errors import DSparkError, EngineError, ExportError, numbered
+from dspark.runtime.errors import DSparkError, EngineError, ExportError, RequestError, numbered
 from dspark.runtime.terminal import ProgressLine
 
 if TYPE_CHECKING:
     from dspark.export.accuracy import Measured, Tensors
+    from dspark.export.difference import Difference
     from dspark.export.greedy import Divergence, Tokens
 
 _TEXTS = ("The capital of France is", "def fibonacci(n):\n    ")
@@ -37,6 +38,8 @@ class Report:
     tensors: Mapping[str, Tensors]
     tokens: Mapping[str, Tokens]
     not_run: Mapping[str, str]
+    difference: Difference | None = None
+    """Of a quantised target from the float32 one, where that was asked for."""
 
     @property
     def passed(self) -> bool:
@@ -49,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     line = ProgressLine(sys.stderr)
     try:
-        report = verify(args.bundle, args.tokens, line)
+        report = verify(args.bundle, args.tokens, line, args.checkpoints, args.prompt_file)
     except (DSparkError, OSError) as error:
         line.clear()
         print(f"dspark-verify: {error}", file=sys.stderr)
@@ -63,8 +66,13 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if report.passed else 1
 
 
-def verify(directory: Path, tokens: int, line: ProgressLine) -> Report:
-    """Compare the engines of a bundle. Raises DSparkError where that cannot be done."""
+def verify(
+    directory: Path, tokens: int, line: ProgressLine, checkpoints: Sequence[Path] | None = None, prompt_file: Path | None = None
+) -> Report:
+    """Compare the engines of a bundle, with those of its float form where `checkpoints`, target and drafter, are given.
+
+    Raises DSparkError where that cannot be done.
+    """
     line.show("loading the reference")
     try:
         import polygraphy  # noqa: F401
@@ -75,6 +83,8 @@ def verify(directory: Path, tokens: int, line: ProgressLine) -> Report:
     from dspark.export.greedy import compare_tokens, plain_tokens, seeded_prompts
 
     bundle = load_bundle(directory)
+    if checkpoints is not None and bundle.manifest.quantization is None:
+        raise ExportError(f"{directory} is not quantised, so nothing differs from the float target: leave out --checkpoints")
     engines, not_run = open_engines(bundle)
     if not engines:
         reasons = numbered(f"{name}: {reason}" for name, reason in not_run.items())
@@ -83,14 +93,21 @@ def verify(directory: Path, tokens: int, line: ProgressLine) -> Report:
     line.show("comparing tensors")
     others = {other: engine for other, engine in engines.items() if other != name}
     tensors = compare_tensors(bundle.manifest, reference, others) if others else {}
-    line.show(f"decoding {tokens} tokens on the reference")
-    prompts = seeded_prompts(bundle.manifest) + _text_prompts(bundle)
-    expected = plain_tokens(reference, prompts, tokens)
+    texts = _text_prompts(bundle) if prompt_file is None else _prompts_of(bundle, prompt_file)
+    prompts = seeded_prompts(bundle.manifest) + texts
     compared = {}
     for other, engine in engines.items():
+        # What is lossless is decoding on one set of weights with one arithmetic: products that round their inputs are an engine's own.
+        own = engine if bundle.manifest.quantization is not None else reference
         line.show(f"decoding {tokens} tokens on {other}")
-        compared[other] = compare_tokens(bundle.manifest, reference, engine, prompts, expected)
-    return Report(bundle, name, tensors, compared, not_run)
+        compared[other] = compare_tokens(bundle.manifest, own, engine, prompts, plain_tokens(own, prompts, tokens))
+    difference = None
+    if checkpoints is not None:
+        from dspark.export.difference import compare_with_float
+
+        line.show("comparing with the float target")
+        difference = compare_with_float(bundle, next(iter(engines.values())), *checkpoints, texts or prompts)
+    return Report(bundle, name, tensors, compared, not_run, difference)
 
 
 def _text_prompts(bundle: Bundle) -> list[list[int]]:
@@ -99,6 +116,23 @@ def _text_prompts(bundle: Bundle) -> list[list[int]]:
     tokenizer = load_tokenizer(bundle.directory)
     encoded = [] if tokenizer is None else [tokenizer.encode(text) for text in _TEXTS]
     return [ids for ids in encoded if 0 < len(ids) <= bundle.manifest.limits.max_seq_len // 2]
+
+
+def _prompts_of(bundle: Bundle, path: Path) -> list[list[int]]:
+    """Return the prompts of a .jsonl file, which holds `ids` or `text` in each line, as far as a sequence may be long."""
+    from dspark.runtime.tokenizer import load_tokenizer
+
+    tokenizer, prompts = load_tokenizer(bundle.directory), []
+    for number, row in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            fields = json.loads(row)
+            ids = fields["ids"] if "ids" in fields else None if tokenizer is None else tokenizer.encode(fields["text"])
+        except (ValueError, KeyError, TypeError):
+            ids = None
+        if not ids:
+            raise RequestError(f"{path}, line {number}: expected a JSON object with ids, or text where the bundle has a tokenizer")
+        prompts.append(list(ids)[: bundle.manifest.limits.max_seq_len // 2])
+    return prompts
 
 
 def _table(report: Report) -> str:
@@ -116,6 +150,13 @@ def _table(report: Report) -> str:
         rows += [f"{_verdict(tokens.passed)} {counts}", *(_divergence(d, manifest.dtype) for d in tokens.divergences)]
         lines += [name, *(f"  {row}" for row in rows)]
     lines += [f"{name}\n  not run: {reason}" for name, reason in report.not_run.items()]
+    if report.difference is not None:
+        d = report.difference
+        lines.append(
+            f"quantised against float32 target, {d.positions} positions\n  logits differ by {d.mean_logit:.3f} in the mean, "
+            f"{d.max_logit:.2f} at most, of {d.largest:.1f}\n  same most likely token at {d.same_tokens:.1%}\n"
+            f"  perplexity {d.perplexity:.3f}, float32 {d.float_perplexity:.3f}"
+        )
     return "\n".join(lines)
 
 
@@ -152,6 +193,7 @@ def _as_json(report: Report) -> dict[str, Any]:
         "passed": report.passed,
         "engines": engines,
         "not_run": dict(report.not_run),
+        "difference": None if report.difference is None else dataclasses.asdict(report.difference),
     }
 
 
@@ -173,6 +215,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"dspark {version('dspark')}")
     parser.add_argument("bundle", type=Path, help="bundle directory made by dspark-export")
     parser.add_argument("--tokens", type=_tokens, default=64, metavar="N", help="greedy tokens of each prompt (default 64)")
+    parser.add_argument("--prompt-file", type=Path, help="prompts instead of built-in texts: .jsonl with ids or text in each line")
+    parser.add_argument(
+        "--checkpoints",
+        type=Path,
+        nargs=2,
+        metavar=("TARGET", "DRAFTER"),
+        help="of a quantised bundle, print how far its target is from the float32 one of these",
+    )
     parser.add_argument("--json", action="store_true", help="print machine-readable results, every output included")
     return parser
 

@@ -7,17 +7,15 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from conftest import PAIR, SMALL
+from conftest import PAIR
 from engines import Parts, open_parts
-from random_pair import write_pair
 
 from dspark.export import verify
 from dspark.export.build import BuildOptions
 from dspark.export.bundle import ExportOptions, export_bundle
 from dspark.export.lower_weights import ACCURACY_LEVEL, NBITS, NBITS_DOMAIN
-from dspark.export.unquantized import export_unquantized
 from dspark.runtime.bundle import load_bundle
-from dspark.runtime.errors import CheckpointError, ConfigError
+from dspark.runtime.errors import ConfigError
 from dspark.runtime.state import Rows
 
 QUANTIZED = pytest.mark.parametrize("each_bundle", ["int8", "int4"], indirect=True)
@@ -114,14 +112,3 @@ def test_what_cannot_be(options: dict[str, object], message: str, tmp_path: Path
     with pytest.raises(ConfigError, match=message):
         export_bundle(PAIR / "target", PAIR / "drafter", tmp_path / "out", ExportOptions(**options))
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("each_bundle", ["int4"], indirect=True)
-def test_unquantized(each_bundle: Path, small_bundle: Path, small_pair: Path, tmp_path: Path) -> None:
-    """The float form of a bundle is what an export without quantisation gives; other checkpoints are refused."""
-    manifest = export_unquantized(each_bundle, small_pair / "target", small_pair / "drafter", tmp_path / "float")
-    assert manifest == load_bundle(small_bundle).manifest
-    other = tmp_path / "other"
-    write_pair(other, SMALL, dtype="bf16", deviation=0.1)
-    with pytest.raises(CheckpointError, match="is not the target that"):
-        export_unquantized(each_bundle, other / "target", small_pair / "drafter", tmp_path / "no")
