@@ -58,6 +58,7 @@ def measure(bundle: Path, args: argparse.Namespace) -> dict[str, float]:
     """Print a table of medians and return them in seconds, by step."""
     began = time.perf_counter()
     engine = OnnxRuntimeEngine(load_bundle(bundle), threads=args.threads)
+    engine.load([TARGET, DRAFT])
     loaded = time.perf_counter() - began
     width = engine.manifest.num_speculative_tokens + 1
     cases = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from protocol import serve
+from protocol import Way, serve
 
 from dspark.runtime import LLM, SamplingParams
 
@@ -20,13 +20,10 @@ def generate(llm: LLM, ids: list[int], max_tokens: int, stop_ids: list[int], *, 
     return output.token_ids
 
 
-def main() -> None:
-    """Load the bundle and answer jobs."""
-    bundle, threads = sys.argv[1:]
-    decode = partial(generate, LLM(bundle, threads=int(threads)))
-    ways = {"speculative": partial(decode, speculative=True), "plain": partial(decode, speculative=False)}
-    serve(ways, ["onnxruntime", "numpy"])
+def ways(llm: LLM) -> dict[str, Way]:
+    """Return both ways to decode on one loaded bundle."""
+    return {"speculative": partial(generate, llm, speculative=True), "plain": partial(generate, llm, speculative=False)}
 
 
 if __name__ == "__main__":
-    main()
+    serve(ways(LLM(sys.argv[1], threads=int(sys.argv[2]))), ["onnxruntime", "numpy"])

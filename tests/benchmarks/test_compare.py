@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
 
 import pytest
 from compare import EXAMPLE_TARGET, Alternative, agreement, end_tokens, main, measure, ratios, read_jobs, table
+from worker import ALTERNATIVES, Worker
+
+from dspark.runtime import LLM
+from dspark.runtime.drafter import Drafter
 
 
 class FakeWorker:
@@ -81,6 +86,19 @@ def test_whole_run_with_transformers(pair_bundle: Path, capsys: pytest.CaptureFi
     assert [line.split("|")[1].split(",")[0].strip() for line in equal] == ["ONNX Runtime", *["transformers fp32"] * 3]
 
 
+def test_plain_is_plain(pair_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways emit the same tokens, so that no output tells them apart: the drafter's calls do."""
+    monkeypatch.syspath_prepend(str(ALTERNATIVES))
+    ways = importlib.import_module("bundle").ways(LLM(pair_bundle))
+    proposals: list[object] = []
+    propose = Drafter.propose
+    monkeypatch.setattr(Drafter, "propose", lambda self, *args, **kwargs: proposals.append(self) or propose(self, *args, **kwargs))
+    ways["plain"]([5, 6, 7], 6, [])
+    assert not proposals
+    ways["speculative"]([5, 6, 7], 6, [])
+    assert proposals
+
+
 def test_a_worker_that_dies_is_named(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"a worker ended with code 1: .*bundle\.py"):
         main([str(tmp_path), "--kinds", "json", "--prompts", "1"])
@@ -88,8 +106,6 @@ def test_a_worker_that_dies_is_named(tmp_path: Path) -> None:
 
 def test_the_protocol_keeps_prints_of_libraries_apart(tmp_path: Path) -> None:
     """A way that prints does not break the answers, and stop ids and lengths reach it."""
-    from worker import ALTERNATIVES, Worker
-
     script = tmp_path / "noisy.py"
     script.write_text(
         f"import sys; sys.path.insert(0, {str(ALTERNATIVES)!r})\n"
