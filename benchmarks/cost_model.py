@@ -1,7 +1,7 @@
 """Cost model of a round: from the work of its graphs (work.py), the accepted length from which speculation pays.
 
     python benchmarks/cost_model.py --machines H200-class B300-class --shapes 4b 8b 14b --dtypes bf16 int8 int4 --batches 1 8 32
-    python benchmarks/steps.py --shape 0.6b --json steps.json && python benchmarks/cost_model.py --measured 0.6b fp32 steps.json
+    python benchmarks/steps.py --shape 0.6b --json steps.json && python benchmarks/cost_model.py --measured 0.6b fp32 steps.json 0.6b
 
 A step takes bytes / bandwidth + operations / rate: no overlap, no launches. Everything but the measured row is computed.
 K proposals, L accepted length: tokens a round, the target's own included.
@@ -97,11 +97,11 @@ def print_pays(machine: Machine, args: argparse.Namespace) -> None:
                 print(f"| {name} | {dtype} | {batch} | " + " | ".join(cells) + " |")
 
 
-def print_measured(name: str, dtype: str, path: Path, args: argparse.Namespace) -> None:
+def print_measured(name: str, dtype: str, path: Path, bundle: str, args: argparse.Namespace) -> None:
     """Print the measured steps, the machine fitted to the target's, and what the model says of the draft, then of other batches."""
     shape, record = SHAPES[name], json.loads(path.read_text())
-    steps, batch, cache = record["seconds"], record["batch"], record["cache"]
-    machine = fitted(f"fitted to {path.name}", shape, dtype, steps, batch, cache)
+    steps, batch, cache = record["bundles"][bundle], record["batch"], record["cache"]
+    machine = fitted(f"fitted to {path.name}, {bundle}", shape, dtype, steps, batch, cache)
     plain, verify, draft = (steps[key] for key in ("target 1", f"target {shape.block + 1}", f"draft {record['ring']}"))
     modelled = machine.seconds(draft_step(shape, storage(dtype, machine.other), batch, record["ring"]))
     print(f"\n{name}, {dtype}, batch {batch}: measured ({record['machine']})\n")
@@ -123,14 +123,14 @@ def main() -> None:
     parser.add_argument("--accepted", type=float, nargs="+", default=[2, 3, 4, 5, 6])
     parser.add_argument("--machines", nargs="*", choices=MACHINES, default=list(MACHINES))
     parser.add_argument(
-        "--measured", nargs=3, action="append", default=[], metavar=("SHAPE", "DTYPE", "JSON"), help="of benchmarks/steps.py"
+        "--measured", nargs=4, action="append", default=[], metavar=("SHAPE", "DTYPE", "JSON", "BUNDLE"), help="of benchmarks/steps.py"
     )
     args = parser.parse_args()
     print_work(args.shapes, args.dtypes, args.context, min(args.context, args.ring))
     for machine in args.machines:
         print_pays(MACHINES[machine], args)
-    for name, dtype, path in args.measured:
-        print_measured(name, dtype, Path(path), args)
+    for name, dtype, path, bundle in args.measured:
+        print_measured(name, dtype, Path(path), bundle, args)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import PAIR
-from cost_model import Machine, break_even, fitted, round_seconds
+from cost_model import Machine, break_even, fitted, main, round_seconds
 from random_pair import SHAPES
 from work import draft_step, storage, target_step
 
@@ -101,3 +101,24 @@ def test_published_sizes() -> None:
     """Parameters of the published targets in bf16, to what their names and model cards say."""
     for name, billions in [("0.6b", 0.596), ("1.7b", 1.721), ("4b", 4.022), ("8b", 8.191 - 0.622), ("14b", 14.768 - 0.778)]:
         assert target_step(SHAPES[name], BF16, 1, 1, 0).weights / 2e9 == pytest.approx(billions, rel=1e-3)
+
+
+def test_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured steps that a machine of 30 GB/s and 200 GFLOP/s would take give that machine, and its draft, in the table."""
+    machine, shape, kind = Machine("", 3e10, 2e11, 4), SHAPES["0.6b"], storage("int8", 4)
+    seconds = {f"target {rows}": machine.seconds(target_step(shape, kind, 1, rows, 544)) for rows in (1, 8)}
+    draft = machine.seconds(draft_step(shape, kind, 1, 544))
+    record = {"machine": "here", "batch": 1, "cache": 544, "ring": 544, "bundles": {"q": seconds | {"draft 544": 2 * draft}}}
+    (tmp_path / "steps.json").write_text(json.dumps(record))
+    monkeypatch.setattr(
+        "sys.argv", ["", "--shapes", "8b", "--batches", "1", "--measured", "0.6b", "int8", str(tmp_path / "steps.json"), "q"]
+    )
+    main()
+    lines = capsys.readouterr().out.splitlines()
+    plain, verify = seconds.values()
+    cells = [f"{1e3 * plain:.1f}", f"{1e3 * verify:.1f}", f"{2e3 * draft:.1f}", f"{(verify + 2 * draft) / plain:.2f}"]
+    assert f"| {' | '.join(cells)} | 30.0 | 200 | {1e3 * draft:.1f} |" in lines
+    (row,) = [
+        line for line in lines[lines.index("H200-class, 4.8 TB/s, 1024 cached tokens (computed, not measured)") :][:8] if "| bf16 |" in line
+    ]
+    assert row.startswith("| 8b | bf16 | 1 | 3.2 |"), "15.3 GB at 4.8 TB/s and 15.7 GFLOP at 0.99 PFLOP/s"
