@@ -12,8 +12,7 @@ Environments (`--commands` prints these lines; the greedy output of all should b
 
 Further bundles (--weights int8, int4) and genai models (-p int8, int4) of the same target may follow the first ones. For a random pair of a
 published shape add --target PAIR/target --ignore-eos: the prompts' ids exist in its vocabulary. Not compared: DeepSpec's own loop, which is
-in no package index (RECORDED quotes its figures), and optimum-onnx, which needs transformers 4.
-Speeds are emitted tokens by wall time of whole calls, prefill included.
+in no package index (RECORDED quotes its figures). Speeds are emitted tokens by wall time of whole calls, prefill included.
 """
 
 from __future__ import annotations
