@@ -19,7 +19,7 @@ from dspark.runtime.graphs import MODEL_DTYPE, round_up_16, state_names
 
 logger = logging.getLogger(__name__)
 
-GROWTH = 256
+GROWTH = 64
 """Rows added when a state tensor is too small."""
 MOST_BINDINGS = 64
 """Bindings that are kept to tensors of others, which may be new in every call."""
