@@ -49,7 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--repeats", type=int, default=15)
-    parser.set_defaults(cache=544, filled=512, ring=[544])
+    parser.set_defaults(batch=1, cache=544, filled=512, ring=[544])
     args = parser.parse_args()
     bundle = load_bundle(args.bundle)
     steps = {name: list(cases(Varied(bundle, *options), args).values()) for name, options in VARIANTS.items()}
