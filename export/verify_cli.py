@@ -10,14 +10,15 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dspark.runtime.bundle import Bundle, load_bundle
+from dspark.runtime.bundle import TOKENIZER_FILES, Bundle, load_bundle
 from dspark.runtime.errors import DSparkError, EngineError, ExportError, RequestError, numbered
+from dspark.runtime.prompts import Prompt, read_prompts
 from dspark.runtime.terminal import ProgressLine
 
 if TYPE_CHECKING:
@@ -93,7 +94,8 @@ def verify(
     line.show("comparing tensors")
     others = {other: engine for other, engine in engines.items() if other != name}
     tensors = compare_tensors(bundle.manifest, reference, others) if others else {}
-    texts = _text_prompts(bundle) if prompt_file is None else _prompts_of(bundle, prompt_file)
+    has_tokenizer = (bundle.directory / TOKENIZER_FILES[0]).exists()
+    texts = _encoded(bundle, read_prompts(prompt_file) if prompt_file is not None else _TEXTS if has_tokenizer else ())
     prompts = seeded_prompts(bundle.manifest) + texts
     compared = {}
     for other, engine in engines.items():
@@ -110,29 +112,22 @@ def verify(
     return Report(bundle, name, tensors, compared, not_run, difference)
 
 
-def _text_prompts(bundle: Bundle) -> list[list[int]]:
+def _encoded(bundle: Bundle, prompts: Iterable[Prompt]) -> list[list[int]]:
+    """Return prompts as token ids, cut where a sequence could not go on behind them. Raises RequestError."""
     from dspark.runtime.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(bundle.directory)
-    encoded = [] if tokenizer is None else [tokenizer.encode(text) for text in _TEXTS]
-    return [ids for ids in encoded if 0 < len(ids) <= bundle.manifest.limits.max_seq_len // 2]
-
-
-def _prompts_of(bundle: Bundle, path: Path) -> list[list[int]]:
-    """Return the prompts of a .jsonl file, which holds `ids` or `text` in each line, as far as a sequence may be long."""
-    from dspark.runtime.tokenizer import load_tokenizer
-
-    tokenizer, prompts = load_tokenizer(bundle.directory), []
-    for number, row in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            fields = json.loads(row)
-            ids = fields["ids"] if "ids" in fields else None if tokenizer is None else tokenizer.encode(fields["text"])
-        except (ValueError, KeyError, TypeError):
-            ids = None
-        if not ids:
-            raise RequestError(f"{path}, line {number}: expected a JSON object with ids, or text where the bundle has a tokenizer")
-        prompts.append(list(ids)[: bundle.manifest.limits.max_seq_len // 2])
-    return prompts
+    tokenizer, encoded, longest = load_tokenizer(bundle.directory), [], max(1, bundle.manifest.limits.max_seq_len // 2)
+    for number, prompt in enumerate(prompts, 1):
+        if not isinstance(prompt, str):
+            ids = [token for token in prompt if isinstance(token, int) and 0 <= token < bundle.manifest.target.vocab_size]
+            if not ids or len(ids) != len(prompt):
+                raise RequestError(f"prompt {number}: expected text, or token ids below {bundle.manifest.target.vocab_size}")
+        elif tokenizer is None:
+            raise RequestError(f"prompt {number} is text, and this bundle has no tokenizer: give token ids")
+        else:
+            ids = tokenizer.encode(prompt)
+        encoded.append(ids[:longest])
+    return [ids for ids in encoded if ids]
 
 
 def _table(report: Report) -> str:
@@ -215,7 +210,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"dspark {version('dspark')}")
     parser.add_argument("bundle", type=Path, help="bundle directory made by dspark-export")
     parser.add_argument("--tokens", type=_tokens, default=64, metavar="N", help="greedy tokens of each prompt (default 64)")
-    parser.add_argument("--prompt-file", type=Path, help="prompts instead of built-in texts: .jsonl with ids or text in each line")
+    parser.add_argument("--prompt-file", type=Path, help="prompts instead of built-in texts: a text, or .jsonl with ids or text")
     parser.add_argument(
         "--checkpoints",
         type=Path,

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from dspark.runtime.stats import ROUND, Stats
 
 if TYPE_CHECKING:
-    from dspark.runtime.llm import LLM, Prompt
+    from dspark.runtime.llm import LLM
+    from dspark.runtime.prompts import Prompt
     from dspark.runtime.sampling import SamplingParams
 
 _BAR = 40

@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dspark.runtime.backend import BACKENDS, ONNXRUNTIME
-from dspark.runtime.bundle import Bundle, Quantization, full_hash_faults, load_bundle, reference_faults, state_bytes
+from dspark.runtime.bundle import full_hash_faults, load_bundle, reference_faults
+from dspark.runtime.describe import describe_bundle
 from dspark.runtime.errors import DSparkError, RequestError
+from dspark.runtime.prompts import read_prompts
 
 if TYPE_CHECKING:
-    from dspark.runtime.llm import LLM, Prompt
+    from dspark.runtime.llm import LLM
+    from dspark.runtime.prompts import Prompt
     from dspark.runtime.sampling import SamplingParams
     from dspark.runtime.stats import Stats
     from dspark.runtime.stream import RequestOutput, Stream
@@ -112,7 +115,7 @@ def _opened(args: argparse.Namespace, kwargs: dict[str, Any], *, speculative: bo
 
 
 def _prompts(args: argparse.Namespace) -> Iterator[Prompt]:
-    """Yield the prompts of the command line; a .jsonl file holds one object a line, with `ids`, `messages` or `text`."""
+    """Yield the prompts of the command line."""
     if args.prompt is not None:
         yield args.prompt
     if args.prompt_ids is not None:
@@ -120,32 +123,10 @@ def _prompts(args: argparse.Namespace) -> Iterator[Prompt]:
             yield [int(token) for token in args.prompt_ids.split(",")]
         except ValueError:
             raise RequestError(f"--prompt-ids {args.prompt_ids!r}: expected token ids like 1,2,3") from None
-    if args.prompt_file is None:
-        if args.limit is not None:
-            raise RequestError("--limit is for a .jsonl file: pass it with --prompt-file")
-        return
-    if args.prompt_file.suffix != ".jsonl":
-        yield _text_of(args.prompt_file)
-        return
-    text = _text_of(args.prompt_file)
-    if not text.strip():
-        raise RequestError(f"{args.prompt_file} holds no prompt")
-    lines = text.removesuffix("\n").split("\n")
-    for number, line in enumerate(lines[: args.limit], 1):
-        try:
-            fields = json.loads(line)
-            yield next(fields[key] for key in ("ids", "messages", "text") if key in fields)
-        except (json.JSONDecodeError, TypeError, StopIteration):
-            raise RequestError(f"{args.prompt_file}, line {number}: expected a JSON object with ids, messages or text") from None
-
-
-def _text_of(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{path} is not UTF-8 text: {error}") from None
-    except OSError as error:
-        raise RequestError(f"--prompt-file {path} cannot be read: {error.strerror}") from None
+    if args.prompt_file is not None:
+        yield from read_prompts(args.prompt_file, args.limit)
+    elif args.limit is not None:
+        raise RequestError("--limit is for a .jsonl file: pass it with --prompt-file")
 
 
 def _as_message(llm: LLM, prompt: Prompt, *, raw: bool) -> Prompt:
@@ -264,55 +245,12 @@ def _inspect(args: argparse.Namespace) -> int:
     if args.json:
         print(bundle.manifest.to_json(), end="")
     else:
-        print(_describe_bundle(bundle))
+        print(describe_bundle(bundle))
     for fault in changed:
         print(fault, file=sys.stderr)
     if args.hash and not changed:
         print(f"all {len(bundle.manifest.files)} files have their recorded sha256", file=sys.stderr)
     return 1 if changed else 0
-
-
-def _describe_bundle(bundle: Bundle) -> str:
-    m, (rings, caches) = bundle.manifest, state_bytes(bundle.manifest)
-    t, d, limits = m.target, m.drafter, m.limits
-    heads = f"{d.markov_head_type} Markov head" + (f" of rank {d.markov_rank}" if d.markov_rank else "")
-    confidence = "confidence head" if d.enable_confidence_head else "no confidence head"
-    need = {"fp32": "any provider; the CPU is the default", "fp16": "any provider; slow on the CPU", "bf16": "a GPU engine"}[m.dtype]
-    place = f"by reference below {m.weights.root}, {len(m.weights.files)} files" if m.weights.root else "in the bundle"
-    size = sum(record.size for record in m.files.values())
-    need = "ONNX Runtime; the CPU is the default" if m.quantization else need
-    walk = "" if m.markov_topk is None else f", chosen from the {m.markov_topk} most likely before the Markov correction"
-    window = f"{m.window} positions" + (", more than a sequence may have" if m.window >= limits.max_seq_len else "")
-    rows = [
-        ("bundle", f"{bundle.directory}, format {m.format_version}, written by dspark {m.dspark_version}"),
-        ("graphs", f"{m.dtype}, opset {m.opset}, operator contract {m.ops_contract}; runs on {need}"),
-        ("weights", f"{place}; {size / 1e6:.1f} MB in the bundle"),
-        *([("quantised", _describe_quantization(m.quantization))] if m.quantization else []),
-        ("target", f"Qwen3, {t.num_hidden_layers} layers, hidden {t.hidden_size}, vocabulary {t.vocab_size}"),
-        (
-            "drafter",
-            f"DSpark, {d.num_hidden_layers} layers, block {d.block_size}, taps {list(d.target_layer_ids)}, {heads}, {confidence}",
-        ),
-        (
-            "proposals",
-            f"{m.num_speculative_tokens} a round, verify width {m.num_speculative_tokens + 1}, mask token {d.mask_token_id}{walk}",
-        ),
-        ("window", f"{window}, ring of {m.ring_capacity} rows"),
-        ("limits", f"{limits.max_batch_size} requests, {limits.max_seq_len} tokens each, prefill chunks of {limits.max_chunk}"),
-        ("state", f"at most {caches / 1e6:.1f} MB of caches and {rings / 1e6:.1f} MB of rings a request"),
-    ]
-    for name, engine in m.engines.items():
-        kind = ", without weights" if engine.weights_stripped else ""
-        rows.append(("engines", f"{name}: {engine.flavour} {engine.version}, compute capability {engine.compute_capability}{kind}"))
-    if m.debug_outputs:
-        rows.append(("debug", "block hidden states and corrected logits are outputs"))
-    return "\n".join(f"{name:<10} {text}" for name, text in rows)
-
-
-def _describe_quantization(q: Quantization) -> str:
-    parts = [("target", q.target_bits), ("drafter", q.drafter_bits), ("Markov output", q.markov_bits)]
-    bits = ", ".join(f"{part} {'float' if n is None else f'int{n}'}" for part, n in parts if n is not None or part != "Markov output")
-    return f"{bits}; a scale for {q.group_size} weights of a row; products round their inputs to 8 bits"
 
 
 def _positive(text: str) -> int:

@@ -21,15 +21,14 @@ from dspark.runtime.engine import Engine
 from dspark.runtime.errors import LimitError, RequestError
 from dspark.runtime.graphs import ACCEPT, CONTEXT, DRAFT, TARGET
 from dspark.runtime.processors import LogitsProcessor
+from dspark.runtime.prompts import Prompt
 from dspark.runtime.request import Request, room
 from dspark.runtime.sampling import SamplingParams
 from dspark.runtime.state import Slots
 from dspark.runtime.stop import STOP, OutputText, StopRule
 from dspark.runtime.stream import RequestOutput, Stream
 from dspark.runtime.target import Qwen3Target, Target
-from dspark.runtime.tokenizer import Message, end_tokens, load_tokenizer
-
-Prompt = str | Sequence[int] | Sequence[Message]
+from dspark.runtime.tokenizer import end_tokens, load_tokenizer
 
 
 class LLM:

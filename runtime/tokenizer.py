@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from dspark.runtime.errors import BundleError, RequestError
+from dspark.runtime.prompts import Message
 
 logger = logging.getLogger(__name__)
-
-Message = dict[str, str]
 
 
 class Tokenizer:

@@ -13,6 +13,7 @@ import pytest
 from conftest import ROOT
 
 from dspark.export import cli as export_cli
+from dspark.export import verify_cli
 from dspark.runtime import cli as runtime_cli
 
 README = (ROOT / "README.md").read_text()
@@ -29,13 +30,16 @@ def options_of(parser: argparse.ArgumentParser) -> set[str]:
     return names
 
 
+PARSERS = {"dspark-export": export_cli._parser, "dspark-verify": verify_cli._parser, "dspark": runtime_cli._parser}
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command(command: str) -> None:
     program, *arguments = shlex.split(command)
     if program == "make":
         subprocess.run(["make", "--dry-run", *arguments], cwd=ROOT, check=True, capture_output=True)
         return
-    parser = {"dspark-export": export_cli._parser, "dspark": runtime_cli._parser}[program]()
+    parser = PARSERS[program]()
     parser.parse_args(arguments)
     for argument in arguments:
         assert not argument.startswith("examples/") or (ROOT / argument).exists()
@@ -47,7 +51,10 @@ def test_export_options_are_all_described() -> None:
 
 
 def test_options_in_the_text_exist() -> None:
-    known = options_of(export_cli._parser()) | options_of(runtime_cli._parser()) | {"--ring"}
+    scripts = "".join(path.read_text() for path in (ROOT / "benchmarks").glob("*.py"))
+    known = {option for parser in PARSERS.values() for option in options_of(parser())} | set(
+        re.findall(r'add_argument\(\s*"(--[a-z-]+)"', scripts)
+    )
     text = re.sub(r"pip install [^`]*", "", README)
     assert set(re.findall(r"(?<![\w-])(--[a-z][a-zA-Z-]+)", text)) <= known
 

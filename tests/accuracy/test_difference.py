@@ -71,7 +71,10 @@ def test_the_command(each_bundle: Path, small_pair: Path, tmp_path: Path, capsys
     assert "quantised against float32 target, 32 positions" in printed and "perplexity " in printed
     prompts.write_text('{"ids": []}\n')
     assert verify_cli.main(arguments) == 2
-    assert "line 1: expected a JSON object with ids" in capsys.readouterr().err
+    assert "prompt 1: expected text, or token ids below 320" in capsys.readouterr().err
+    prompts.write_text('{"text": "a"}\n')
+    assert verify_cli.main(arguments) == 2
+    assert "prompt 1 is text, and this bundle has no tokenizer" in capsys.readouterr().err
 
 
 def test_checkpoints_are_for_quantised_bundles(small_bundle: Path, small_pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
