@@ -1,9 +1,9 @@
 """Step times of bundles' graphs at chosen capacities: target over 1 and 8 tokens, draft at two ring sizes.
 
     python benchmarks/steps.py --shape 1.7b --json steps.json
-    python benchmarks/random_pair.py 4b /tmp/pair && dspark-export /tmp/pair/target /tmp/pair/drafter /tmp/int4 --weights int4
-    dspark-export /tmp/pair/target /tmp/pair/drafter /tmp/int8 --weights int8
-    python benchmarks/steps.py /tmp/int8 /tmp/int4 --cache 544 --ring 544 2048
+    python benchmarks/random_pair.py 4b pair && dspark-export pair/target pair/drafter int4 --weights int4
+    dspark-export pair/target pair/drafter int8 --weights int8
+    python benchmarks/steps.py int8 int4 --cache 544 --ring 544 2048
 
 With a shape a random float32 pair of it is made and removed afterwards (1.7b: 11 GB of disk). The steps of all bundles are interleaved;
 medians are printed, with the median of each pass's ratio to the first bundle, and written for benchmarks/cost_model.py.

@@ -139,7 +139,10 @@ class EngineBuilder:
 
     def _check_aliases(self, graph: str, serialized: Any, signature: Signature, log: Any) -> None:
         """Make sure that the outputs of plugins share their inputs' memory, which only a loaded engine says."""
-        engine = self._trt.Runtime(log).deserialize_cuda_engine(serialized)
+        runtime = self._trt.Runtime(log)
+        if self._options.version_compatible:
+            runtime.engine_host_code_allowed = True  # such an engine carries its own lean runtime
+        engine = runtime.deserialize_cuda_engine(serialized)
         if engine is None:
             raise EngineError(f"the engine of {graph} does not load where it was built: {'; '.join(log.errors)}")
         wrong = {

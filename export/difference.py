@@ -17,10 +17,10 @@ from dspark.export.bundle import identity
 from dspark.export.checkpoint import open_checkpoint
 from dspark.export.pair import load_pair
 from dspark.export.target import Target
-from dspark.export.verify import load_weights
+from dspark.export.verify import load_weights, zeros
 from dspark.runtime.bundle import Bundle
 from dspark.runtime.engine import Array, Engine
-from dspark.runtime.errors import CheckpointError
+from dspark.runtime.errors import CheckpointError, RequestError
 from dspark.runtime.state import Rows, Slots
 from dspark.runtime.target import Qwen3Target
 
@@ -50,25 +50,23 @@ def compare_with_float(bundle: Bundle, engine: Engine, target: Path, drafter: Pa
     for model, directory in (("target", target), ("drafter", drafter)):
         if identity(open_checkpoint(directory)) != manifest.checkpoints[model]:
             raise CheckpointError(f"{directory} is not the {model} that {bundle.directory} was exported from: pass the one that it was")
+    judged = [prompt for prompt in prompts if len(prompt) > 1]
+    if not judged:
+        raise RequestError("the float target is compared on tokens that follow others: give a prompt of at least two tokens")
     pair = load_pair(target, drafter, manifest.drafter.mask_token_id)
     reference = Target(manifest.target, manifest.drafter.target_layer_ids)
     load_weights("target", reference, pair.target_tensors, None)
-    ours, theirs, follows = [], [], []
-    for prompt in prompts:
-        ours.append(_engine_logits(engine, prompt))
-        theirs.append(_torch_logits(reference, prompt))
-        follows += prompt[1:]
-    quantised, exact = np.concatenate([rows[:-1] for rows in ours]), np.concatenate([rows[:-1] for rows in theirs])
-    error = np.abs(quantised - exact)
-    return Difference(
-        positions=len(exact),
-        mean_logit=float(error.mean()),
-        max_logit=float(error.max()),
-        largest=float(np.abs(exact).max()),
-        same_tokens=float((quantised.argmax(-1) == exact.argmax(-1)).mean()),
-        float_perplexity=_perplexity(exact, follows),
-        perplexity=_perplexity(quantised, follows),
-    )
+    positions = sum(len(prompt) - 1 for prompt in judged)
+    summed, same, surprise, largest, most = 0.0, 0, np.zeros(2), 0.0, 0.0
+    for prompt in judged:
+        quantised, exact = _engine_logits(engine, prompt)[:-1], _torch_logits(reference, prompt)[:-1]
+        error = np.abs(quantised - exact)
+        summed += float(error.mean(-1).sum())
+        most, largest = max(most, float(error.max())), max(largest, float(np.abs(exact).max()))
+        same += int((quantised.argmax(-1) == exact.argmax(-1)).sum())
+        surprise += [_surprise(exact, prompt[1:]), _surprise(quantised, prompt[1:])]
+    float_perplexity, perplexity = np.exp(surprise / positions)
+    return Difference(positions, summed / positions, most, largest, same / positions, float(float_perplexity), float(perplexity))
 
 
 def _engine_logits(engine: Engine, tokens: Sequence[int]) -> Array:
@@ -88,16 +86,14 @@ def _engine_logits(engine: Engine, tokens: Sequence[int]) -> Array:
 
 def _torch_logits(target: Target, tokens: Sequence[int]) -> Array:
     ids, rows = torch.tensor([list(tokens)]), torch.arange(len(tokens))[None]
-    attention = [layer.self_attn for layer in target.layers]
-    caches = [torch.zeros(1, a.k_proj.out_features // a.head_dim, len(tokens), a.head_dim) for a in attention for _ in ("key", "value")]
     with torch.no_grad():
-        logits, _, _ = target(ids, torch.tensor([0]), rows, caches)
+        logits, _, _ = target(ids, torch.tensor([0]), rows, zeros(target, len(tokens)))
     return np.asarray(logits[0].numpy())
 
 
-def _perplexity(logits: Array, follows: Sequence[int]) -> float:
-    """Return the exponential of the mean negative log-likelihood of the tokens that follow."""
+def _surprise(logits: Array, follows: Sequence[int]) -> float:
+    """Return the negative log-likelihood of the tokens that follow."""
     wide = logits.astype(np.float64)
     largest = wide.max(-1, keepdims=True)
     normalizer = np.log(np.exp(wide - largest).sum(-1)) + largest[:, 0]
-    return float(np.exp((normalizer - wide[np.arange(len(wide)), list(follows)]).mean()))
+    return float((normalizer - wide[np.arange(len(wide)), list(follows)]).sum())

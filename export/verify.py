@@ -193,8 +193,8 @@ class _Reference:
         config = drafter.config
         self._length = self._total = 0
         rows = sum(_PROMPT_LENGTHS) + 8 * config.block_size
-        self.caches = _zeros(target, min(cache_capacity, rows))
-        self.rings = _zeros(drafter, ring_capacity)
+        self.caches = zeros(target, min(cache_capacity, rows))
+        self.rings = zeros(drafter, ring_capacity)
         self._taps: Tensor | None = None
         self._new: Tensor | None = None
 
@@ -228,7 +228,8 @@ class _Reference:
         return outputs[0][0], confidence, outputs[-1][0]
 
 
-def _zeros(model: nn.Module, capacity: int) -> list[Tensor]:
+def zeros(model: nn.Module, capacity: int) -> list[Tensor]:
+    """Return empty caches or rings of a model, key and value of each layer in turn, for one request."""
     attention = [layer.self_attn for layer in model.layers]
     return [torch.zeros(1, a.k_proj.out_features // a.head_dim, capacity, a.head_dim) for a in attention for _ in ("key", "value")]
 

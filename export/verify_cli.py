@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,7 +64,10 @@ def main(argv: list[str] | None = None) -> int:
         print(file=sys.stderr)
         return 130
     line.clear()
-    print(json.dumps(_as_json(report), indent=2) if args.json else _table(report))
+    try:
+        print(json.dumps(_as_json(report), indent=2) if args.json else _table(report), flush=True)
+    except BrokenPipeError:  # the reader, such as `head`, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0 if report.passed else 1
 
 

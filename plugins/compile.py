@@ -17,11 +17,13 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
 from dspark.plugins.kernels import SOURCES, Launch
+from dspark.plugins.rules import PluginError
 
 _PACKAGES = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
 """Wheels of NVRTC: ours, and the one that a torch for CUDA 12 brings along."""
@@ -30,11 +32,11 @@ _BUILTINS = re.compile(r"libnvrtc-builtins\.so[.\d]*|nvrtc-builtins64_\d+\.dll")
 _LIBRARY = re.compile(r"libnvrtc\.so[.\d]*|nvrtc64_\d+_\d+\.dll")
 
 
-class CompilerMissingError(ImportError):
+class CompilerMissingError(PluginError):
     """NVRTC is not installed; the message names the extra."""
 
 
-class CompileError(RuntimeError):
+class CompileError(PluginError):
     """NVRTC refused the program; the message holds its log."""
 
 
@@ -60,7 +62,8 @@ def compile_kernels(launches: Iterable[Launch], capability: tuple[int, int], cac
     if cached is not None:
         return cached
     binary = _compile(program, headers, names, options)
-    _write(entry, binary)
+    with suppress(OSError):  # a home that cannot be written only costs the next process a compilation
+        _write(entry, binary)
     return binary
 
 

@@ -1,4 +1,4 @@
-"""The calls of CUDA that the runtime makes, on the current device, through cuda-bindings; each raises EngineError where CUDA refuses.
+"""The calls of CUDA that the runtime makes, on the first visible device, through cuda-bindings; each raises EngineError where CUDA refuses.
 
 Addresses, streams and graphs are plain numbers and handles. Knows CUDA's names. Does not know tensors; `runtime.device` owns memory.
 """
@@ -27,7 +27,7 @@ class Graph:
 
 
 class Cuda:
-    """CUDA on the current device. Raises EngineError without cuda-bindings, driver or device."""
+    """CUDA on the first visible device. Raises EngineError without cuda-bindings, driver or device."""
 
     def __init__(self) -> None:
         try:
@@ -38,7 +38,9 @@ class Cuda:
         status, count = runtime.cudaGetDeviceCount()
         if status != runtime.cudaError_t.cudaSuccess or not count:
             raise EngineError(f"there is no CUDA device here ({status.name}): {NO_DEVICE}; or use the default backend, onnxruntime")
-        self.device = int(self._call("cudaGetDevice"))
+        # The first visible one: CUDA's current device is each thread's own, and every thread begins with this.
+        self.device = 0
+        self._call("cudaSetDevice", self.device)
         self.capability = ".".join(str(self._attribute(f"cudaDevAttrComputeCapability{part}")) for part in ("Major", "Minor"))
 
     def allocate(self, size: int) -> int:
@@ -97,8 +99,10 @@ class Cuda:
     def end_capture(self, stream: int) -> Graph:
         """Return what was recorded."""
         recorded = self._call("cudaStreamEndCapture", stream)
-        handle = self._call("cudaGraphInstantiate", recorded, 0)
-        self._call("cudaGraphDestroy", recorded)
+        try:
+            handle = self._call("cudaGraphInstantiate", recorded, 0)
+        finally:
+            self._call("cudaGraphDestroy", recorded)
         graph = Graph(handle)
         weakref.finalize(graph, self._api.cudaGraphExecDestroy, handle).atexit = False
         return graph

@@ -69,7 +69,16 @@ class CudaProviderEngine(OnnxRuntimeEngine):
         pass
 
     def _providers(self) -> list[Any]:
-        return [(self.provider, {"device_id": self._cuda.device, "user_compute_stream": str(self._device.stream)})]
+        # TF32 has 11 bits: float32 products are to be float32, as they are on every other engine.
+        return [(self.provider, {"device_id": self._cuda.device, "user_compute_stream": str(self._device.stream), "use_tf32": "0"})]
+
+    def run_options(self) -> Any:
+        """Let a run only enqueue: the stream is waited for where a value is read."""
+        import onnxruntime
+
+        options = onnxruntime.RunOptions()
+        options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        return options
 
     def _load(self, graph: str) -> Any:
         session = super()._load(graph)

@@ -37,11 +37,39 @@ class Memory:
         self.address, self.slab = address, slab
 
 
+class _Unused:
+    """What nothing refers to any more, until the stream has caught up: work may use it, and CUDA frees nothing during a capture."""
+
+    def __init__(self, cuda: Cuda) -> None:
+        self._cuda, self._addresses, self.objects = cuda, list[int](), list[Any]()
+        self._closed = False
+
+    def add(self, address: int) -> None:
+        """Free memory, now or at the next `release`."""
+        if self._closed:
+            self._cuda.free(address)
+        else:
+            self._addresses.append(address)
+
+    def release(self) -> None:
+        """Free everything."""
+        self.objects.clear()
+        while self._addresses:
+            self._cuda.free(self._addresses.pop())
+
+    def close(self) -> None:
+        """Free everything, and from now on at once."""
+        self._closed = True
+        self.release()
+
+
 class Device:
     """Memory and the stream of one engine."""
 
     def __init__(self, cuda: Cuda) -> None:
         self.cuda, self.stream = cuda, cuda.stream()
+        self._unused = _Unused(cuda)
+        weakref.finalize(self, self._unused.close).atexit = False
         self.wait_seconds = 0.0
         """Time that the host waited for the stream."""
         self._staging, self._staged = cuda.host_memory(_STAGING), 0
@@ -50,10 +78,14 @@ class Device:
         self._blocks: dict[int, list[tuple[Memory, int]]] = {}
 
     def memory(self, size: int) -> Memory:
-        """Return device memory that is freed with the object."""
+        """Return device memory that is freed when nothing refers to the object, and the stream has caught up."""
         memory = Memory(self.cuda.allocate(size))
-        weakref.finalize(memory, self.cuda.free, memory.address).atexit = False
+        weakref.finalize(memory, self._unused.add, memory.address).atexit = False
         return memory
+
+    def retire(self, *objects: Any) -> None:
+        """Keep objects that enqueued work may need until the stream has caught up."""
+        self._unused.objects += [item for item in objects if item is not None]
 
     def tensor(self, shape: tuple[int, ...], dtype: str) -> DeviceTensor:
         """Return a tensor of zeros; `dtype` is one of a bundle's or `int64` or `float32`."""
@@ -115,6 +147,7 @@ class Device:
         self.cuda.synchronize(self.stream)
         self.wait_seconds += time.perf_counter() - began
         self._staged = 0
+        self._unused.release()
 
 
 class DeviceTensor:

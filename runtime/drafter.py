@@ -96,8 +96,7 @@ class Drafter:
         where = self._checked_positions(given.shape, np.asarray(positions)[None])
         start, stop = int(where[0, 0]), int(where[0, -1]) + 1
         self._check_range(slot, start, stop)
-        if start > self._total[slot] or self._total[slot] == 0:
-            self._first[slot] = start
+        begins = start > self._total[slot] or self._total[slot] == 0
         written = max(start, stop - self._manifest.window)
         chunk, view = min(self._manifest.limits.max_chunk, self._manifest.ring_capacity), View(slot, 1, (0,))
         if isinstance(taps, Rows) and written == start and stop - start <= chunk:
@@ -107,6 +106,7 @@ class Drafter:
             for begin in range(written, stop, chunk):
                 end = min(begin + chunk, stop)
                 self._write(view, rows[:, begin - start : end - start], np.array([begin]))
+        self._first[slot] = start if begins else self._first[slot]
         self._total[slot] = stop
 
     def write_context_batched(

@@ -43,8 +43,11 @@ class EngineGraph:
     profiles: tuple[EngineProfile, ...]
 
     def profile(self, sizes: Mapping[str, int]) -> int:
-        """Return the index of the first profile that accepts the sizes. Raises LimitError with what each refuses."""
-        for index, profile in enumerate(self.profiles):
+        """Return the index of the last profile that accepts the sizes, that of rounds before that of prompts.
+
+        Raises LimitError with what each refuses.
+        """
+        for index, profile in reversed(list(enumerate(self.profiles))):
             if not profile.faults(sizes):
                 return index
         faults = [fault for profile in self.profiles for fault in profile.faults(sizes)]

@@ -35,8 +35,8 @@ class LLM:
     """A target with its drafter, loaded from a bundle.
 
     `speculative=False` decodes plainly on the same target graph. `num_speculative_tokens` may be less than the bundle serves,
-    `max_seq_len` less than it allows. `max_num_seqs` is the number of requests decoded at once (default: all the bundle allows; memory
-    grows with those in use); the others wait. `threads` is the number of threads a graph runs on (default: one a physical core).
+    `max_seq_len` less than it allows. `max_num_seqs` is the number of requests decoded at once (default: all the bundle allows; on the
+    CPU memory grows with those in use); the others wait. `threads` is the number of threads a graph runs on (default: one a physical core).
     `backend` is `onnxruntime` (the CPU), `onnxruntime-cuda`, `tensorrt-rtx` or `tensorrt`; the last two run engines of the bundle.
     `prepacked_cache` is a folder for graphs with weights packed for this CPU: written at the first load, then processes load faster from
     it and share the memory.

@@ -66,12 +66,13 @@ class _BoundGraph:
 
     def __init__(self, engine: OnnxRuntimeEngine, graph: str, session: Any, tensors: Mapping[str, Tensor]) -> None:
         self._engine, self._graph, self._run, self._tensors = engine, graph, session.run_with_iobinding, dict(tensors)
+        self._options = engine.run_options()
         self._binding = engine.bound(session.io_binding(), engine.signatures[graph], tensors)
 
     def run(self) -> None:
         began = time.perf_counter()
         try:
-            self._run(self._binding)
+            self._run(self._binding, self._options)
         except Exception as error:  # ONNX Runtime's errors share no narrower base
             raise EngineError(f"graph {self._graph} failed: {error}") from error
         self._engine.session_seconds += time.perf_counter() - began
@@ -136,6 +137,10 @@ class OnnxRuntimeEngine:
             binding.bind_ortvalue_output(spec.name, values[signature.aliases.get(spec.name, spec.name)])
         return binding
 
+    def run_options(self) -> Any:
+        """Return the options of every run; None for ONNX Runtime's own."""
+        return None
+
     def _check_dtype(self, bundle: Bundle) -> None:
         if self.manifest.dtype == "bf16":
             raise EngineError(
@@ -160,7 +165,10 @@ class OnnxRuntimeEngine:
         else:
             path = self._cache.model(graph, lambda folder: self._save(graph, folder))
             options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL  # it is optimized
-            session = self._open(path, options)
+            try:
+                session = self._open(path, options)
+            except EngineError as error:
+                raise EngineError(f"{error}; remove {path.parent}, which is written again") from error
         declared = self.signatures[graph]
         names = ([i.name for i in session.get_inputs()], [o.name for o in session.get_outputs()])
         expected = ([s.name for s in declared.inputs], [s.name for s in declared.outputs])

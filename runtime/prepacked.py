@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from dspark.runtime.bundle import WEIGHTS, Bundle
+from dspark.runtime.errors import EngineError
 
 MODEL, PACKED = "model.onnx", "weights.bin"
 
@@ -30,21 +31,31 @@ class PrepackedCache:
         self._folder = folder
 
     def model(self, graph: str, save: Callable[[Path], None]) -> Path:
-        """Return the cached graph; `save` writes MODEL and PACKED into a folder where there is none yet. Raises OSError."""
+        """Return the cached graph; `save` writes MODEL and PACKED into a folder where there is none yet.
+
+        Raises EngineError where the folder cannot be written.
+        """
         identity = self._common + self._bundle.manifest.files[f"{graph}.onnx"].sha256
         place = self._folder / f"{graph}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
         if not place.exists():
-            self._folder.mkdir(parents=True, exist_ok=True)
-            scratch = Path(tempfile.mkdtemp(prefix=f".{graph}-", dir=self._folder))
             try:
-                save(scratch)
-                os.rename(scratch, place)
-            except OSError:
+                self._write(graph, place, save)
+            except OSError as error:
                 if not place.exists():  # else another process was faster
-                    raise
-            finally:
-                shutil.rmtree(scratch, ignore_errors=True)
+                    raise EngineError(
+                        f"the cache of packed weights {self._folder} cannot be written ({error}): name another folder"
+                    ) from error
         return place / MODEL
+
+    def _write(self, graph: str, place: Path, save: Callable[[Path], None]) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{graph}-", dir=self._folder))
+        try:
+            save(scratch)
+            scratch.chmod(0o755)  # other users' processes may share it
+            os.rename(scratch, place)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def cpu_kind() -> str:

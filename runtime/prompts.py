@@ -28,9 +28,12 @@ def read_prompts(path: Path, limit: int | None = None) -> Iterator[Prompt]:
     for number, line in enumerate(lines[:limit], 1):
         try:
             fields = json.loads(line)
-            yield next(fields[key] for key in ("ids", "messages", "text") if key in fields)
-        except (json.JSONDecodeError, TypeError, StopIteration):
-            raise RequestError(f"{path}, line {number}: expected a JSON object with ids, messages or text") from None
+            prompt = next(fields[key] for key in ("ids", "messages", "text") if key in fields)
+        except (json.JSONDecodeError, RecursionError, TypeError, StopIteration):
+            prompt = None
+        if not isinstance(prompt, str | list):
+            raise RequestError(f"{path}, line {number}: expected a JSON object with ids, messages or text")
+        yield prompt
 
 
 def _text_of(path: Path) -> str:
@@ -39,4 +42,4 @@ def _text_of(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise RequestError(f"{path} is not UTF-8 text: {error}") from None
     except OSError as error:
-        raise RequestError(f"--prompt-file {path} cannot be read: {error.strerror}") from None
+        raise RequestError(f"{path} cannot be read: {error.strerror}") from None

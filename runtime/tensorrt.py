@@ -20,7 +20,7 @@ from dspark.runtime.bundle import Bundle, Manifest
 from dspark.runtime.cuda import Cuda, Graph
 from dspark.runtime.device import ALIGNMENT, Device, DeviceTensor, Memory
 from dspark.runtime.engine import Array, Step, Tensor, check_binding, manifest_signatures
-from dspark.runtime.engines import EngineRecord, choose_record
+from dspark.runtime.engines import PREFILL, EngineRecord, choose_record
 from dspark.runtime.errors import EngineError, LimitError, numbered
 from dspark.runtime.flavour import DTYPES, load_module, make_log
 from dspark.runtime.graphs import MODEL_DTYPE, Signature
@@ -60,6 +60,8 @@ class TensorRTEngine:
             raise EngineError(str(error)) from error
         self.log = make_log(self.trt)
         self._runtime = self.trt.Runtime(self.log)
+        if self.record.version_compatible:
+            self._runtime.engine_host_code_allowed = True  # such an engine carries its own lean runtime
         self._bundle = bundle
         self.device = Device(self.cuda)
         self.enqueue_seconds = 0.0
@@ -127,6 +129,9 @@ class TensorRTEngine:
 class _BoundGraph:
     """A graph with its tensors: enqueued on a shared context at first, captured when it runs again, then replayed."""
 
+    _own: Any = None
+    _captured: Graph | None = None
+
     def __init__(
         self, engine: TensorRTEngine, graph: str, loaded: _Loaded, profile: int, signature: Signature, tensors: Mapping[str, DeviceTensor]
     ) -> None:
@@ -134,15 +139,18 @@ class _BoundGraph:
         self._inputs = {spec.name: tensors[spec.name] for spec in signature.inputs}
         outputs = {spec.name: tensors[signature.aliases.get(spec.name, spec.name)] for spec in signature.outputs}
         self._tensors = self._inputs | outputs
+        # A prompt's chunks have many lengths: a context and a graph of their own would be thrown away with the next one.
+        self._repeats = engine.record.graphs[graph].profiles[profile].name != PREFILL
         self._runs = 0
-        self._own: Any = None
-        self._captured: Graph | None = None
+
+    def __del__(self) -> None:
+        self._engine.device.retire(self._captured, self._own)
 
     def run(self) -> None:
         began, engine = time.perf_counter(), self._engine
         if self._captured is not None:
             engine.cuda.launch(self._captured, engine.device.stream)
-        elif self._runs == 0 or self._graph in engine.uncaptured:
+        elif self._runs == 0 or not self._repeats or self._graph in engine.uncaptured:
             self._enqueue(self._shared_context())
         else:
             # A context defers work to its first enqueue, which must not be part of a captured graph.
@@ -190,8 +198,10 @@ class _BoundGraph:
             finally:
                 graph = engine.cuda.end_capture(engine.device.stream)
         except EngineError as error:
-            self._own, engine.uncaptured[self._graph] = None, str(error)
+            engine.uncaptured[self._graph] = str(error)
+            engine.device.retire(graph)
             logger.warning("graph %s runs without CUDA graph: %s", self._graph, error)
+            return None
         return graph
 
     def _error(self, what: str) -> EngineError:

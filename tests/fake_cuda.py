@@ -65,6 +65,7 @@ class FakeCuda:
         return int(memory.ctypes.data)
 
     def free(self, address: int) -> None:
+        self._called("free", while_capturing=False)
         self.run_all()
         del self.live[address]
 

@@ -94,7 +94,7 @@ class FakeTensorRT:
                 return None
             return FakeEngine(self, log, **fields)
 
-        return SimpleNamespace(deserialize_cuda_engine=deserialize)
+        return SimpleNamespace(deserialize_cuda_engine=deserialize, engine_host_code_allowed=False)
 
     def host(self, bundle: str) -> OnnxRuntimeEngine:
         if bundle not in self._hosts:
@@ -167,7 +167,7 @@ class FakeContext:
     def execute_async_v3(self, stream: int) -> bool:
         engine, cuda = self._engine, self._cuda
         cuda.calls[f"execute {engine.graph}"] += 1
-        if engine.trt.refuse == "enqueue":
+        if engine.trt.refuse == "enqueue" or (engine.trt.refuse == "capture" and cuda.capturing):
             engine.log.log(1, "enqueueV3: the plugin failed")
             return False
         assert self._scratch is not None and self._profile is not None

@@ -69,9 +69,13 @@ def test_the_command(each_bundle: Path, small_pair: Path, tmp_path: Path, capsys
     printed = capsys.readouterr().out
     assert "96 greedy tokens, speculative against plain: 0 mismatches, 0 near ties" in printed
     assert "quantised against float32 target, 32 positions" in printed and "perplexity " in printed
-    prompts.write_text('{"ids": []}\n')
-    assert verify_cli.main(arguments) == 2
-    assert "prompt 1: expected text, or token ids below 320" in capsys.readouterr().err
+    for line, message in (
+        ('{"ids": []}', "prompt 1: expected text, or token ids below 320"),
+        ('{"ids": 5}', "line 1: expected a JSON object"),
+    ):
+        prompts.write_text(line + "\n")
+        assert verify_cli.main(arguments) == 2
+        assert message in capsys.readouterr().err
     prompts.write_text('{"text": "a"}\n')
     assert verify_cli.main(arguments) == 2
     assert "prompt 1 is text, and this bundle has no tokenizer" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from device import compare, engines, generate
+from device import compare, engines
 
 from dspark.export import cli as export_cli
 from dspark.runtime.bundle import load_bundle
@@ -100,11 +100,6 @@ def test_the_export_is_one_that_can_be_compared(tmp_path: Path, monkeypatch: pyt
     assert asked[0] == "dspark-export"
     assert (args.backend, args.compute_capability, args.dtype, args.debug_outputs) == ("tensorrt", "8.9", "fp32", True)
     assert args.target.is_dir() and args.drafter.is_dir()
-
-
-def test_the_backends_of_the_command_are_asked() -> None:
-    assert not generate.accepted("no-such-backend")
-    assert generate.accepted("tensorrt-rtx")
 
 
 def test_engines_that_refuse_to_run_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,8 +99,6 @@ def test_sections_exist_and_fit_the_time() -> None:
 def test_needs_are_named() -> None:
     with pytest.raises(sections.Skipped, match=r"needs no_such_module, no_such.submodule, not installed"):
         product.need("json", "no_such_module", "no_such.submodule")
-    with pytest.raises(sections.Skipped, match="no command dspark-nothing"):
-        product.command("dspark-nothing")
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def test_chat_keeps_the_history(pair_bundle: Path, capsys: pytest.CaptureFixture
     [
         (["--prompt-ids", "1,x"], "expected token ids like 1,2,3"),
         (["--prompt-ids", "99999"], "outside the vocabulary"),
-        (["--prompt-file", "/nowhere.txt"], "--prompt-file /nowhere.txt cannot be read: No such file"),
+        (["--prompt-file", "/nowhere.txt"], "/nowhere.txt cannot be read: No such file"),
         (["--prompt-ids", "1", "--limit", "2"], "--limit is for a .jsonl file"),
         (["--json"], "--json needs a prompt"),
         (["--prompt", "x", "--max-tokens", "0"], "max_tokens is 0"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from dspark.runtime.backend import open_engine
 from dspark.runtime.bundle import load_bundle
 from dspark.runtime.cuda_provider import CudaProviderEngine
 from dspark.runtime.errors import EngineError
-from dspark.runtime.graphs import ACCEPT
+from dspark.runtime.graphs import ACCEPT, CONTEXT
 
 PROMPTS = [[5, 6, 7, 8], list(range(40, 140)), [9] * 33]
 
@@ -28,7 +29,8 @@ class InOrder:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._session, name)
 
-    def run_with_iobinding(self, binding: Any) -> None:
+    def run_with_iobinding(self, binding: Any, options: Any) -> None:
+        assert options.get_run_config_entry("disable_synchronize_execution_providers") == "1"
         self._cuda.run_all()
         self._session.run_with_iobinding(binding)
 
@@ -38,7 +40,7 @@ class OnTheHost(CudaProviderEngine):
 
     def _providers(self) -> list[Any]:
         (_, options) = super()._providers()[0]
-        assert options == {"device_id": 0, "user_compute_stream": "77"}
+        assert options == {"device_id": 0, "user_compute_stream": "77", "use_tf32": "0"}
         return [self.provider]
 
     def _load(self, graph: str) -> Any:
@@ -73,9 +75,18 @@ def test_a_fall_back_to_the_cpu_is_an_error(small_bundle: Path) -> None:
         engine.load([ACCEPT])
 
 
-def test_tensors_of_the_bundle_dtype() -> None:
-    """ONNX Runtime is told bfloat16 by its number, as numpy has none."""
-    assert cuda_provider._ELEMENTS["bf16"] == 16 and cuda_provider._ELEMENTS["fp16"] is np.float16
+def test_what_is_bound(small_bundle: Path, on_the_host: FakeCuda) -> None:
+    """Every input and output by name, device, dtype, shape and address; bfloat16, which numpy lacks, by its number."""
+    engine = OnTheHost(load_bundle(small_bundle))
+    made = {"taps": engine._device.tensor((1, 2, 192), "bf16"), "start": engine.allocate((1,), "int64")}
+    rings = {spec.name: engine._device.tensor((1, 2, 48, 16), "fp16") for spec in engine.signatures[CONTEXT].inputs[2:]}
+    calls: dict[str, tuple[Any, ...]] = {}
+    recorder = SimpleNamespace(bind_input=lambda *a: calls.update({a[0]: a[1:]}), bind_output=lambda *a: calls.update({a[0]: a[1:]}))
+    engine.bound(recorder, engine.signatures[CONTEXT], made | rings)
+    assert calls["taps"] == ("cpu", 0, 16, [1, 2, 192], made["taps"].address)
+    assert calls["start"] == ("cpu", 0, np.int64, [1], made["start"].address)  # type: ignore[attr-defined]
+    for name, ring in rings.items():
+        assert calls[name] == calls[f"{name}.updated"] == ("cpu", 0, np.float16, [1, 2, 48, 16], ring.address)
 
 
 @pytest.mark.gpu

@@ -116,7 +116,23 @@ def test_memory_is_used_again_and_freed(device: Device) -> None:
     assert (rows.read() == 1).all(), "rows keep the memory"
     del rows
     gc.collect()
+    assert len(device.cuda.live) == before + 1, "what is enqueued may still need it"
+    kept.read()
     assert len(device.cuda.live) == before
+
+
+def test_a_device_that_is_dropped_frees_everything() -> None:
+    """Whatever goes first, the device or its tensors."""
+    cuda = FakeCuda()
+    device = Device(cuda)  # type: ignore[arg-type]
+    memory = device.tensor((100_000,), "fp32").memory
+    small = device.tensor((4,), "int64").memory
+    del device
+    gc.collect()
+    assert len(cuda.live) == 2
+    del memory, small
+    gc.collect()
+    assert not cuda.live
 
 
 def test_tensors_of_one_device_only(device: Device) -> None:

@@ -41,7 +41,7 @@ def test_the_bundle_is_not_read_again(pair_bundle: Path, tmp_path: Path) -> None
     engine = OnnxRuntimeEngine(type(bundle)(tmp_path / "nowhere", bundle.manifest), prepacked=tmp_path)
     engine.load(["target"])
     (place / PACKED).unlink()
-    with pytest.raises(EngineError, match=f"cannot load {place}"):
+    with pytest.raises(EngineError, match=f"cannot load {place}(.|\n)*; remove {place}, which is written again"):
         OnnxRuntimeEngine(bundle, prepacked=tmp_path).load(["target"])
 
 
@@ -65,9 +65,12 @@ def test_nothing_is_left_of_a_failed_write(pair_bundle: Path, tmp_path: Path) ->
         raise OSError(28, "No space left on device")
 
     cache = PrepackedCache(tmp_path / "cache", load_bundle(pair_bundle), "1.32.0")
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(EngineError, match=r"cannot be written \(.*No space left on device\): name another folder"):
         cache.model("draft", fails)
     assert list((tmp_path / "cache").iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(EngineError, match="cannot be written"):
+        LLM(pair_bundle, prepacked_cache=tmp_path / "file")
 
 
 def test_two_processes_at_once(pair_bundle: Path, tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +22,7 @@ from dspark.runtime.bundle import MANIFEST, load_bundle
 from dspark.runtime.drafter import Drafter
 from dspark.runtime.engines import choose_record, engine_path
 from dspark.runtime.errors import BundleError, EngineError, LimitError
-from dspark.runtime.graphs import ACCEPT, CONTEXT, DRAFT
+from dspark.runtime.graphs import ACCEPT, CONTEXT, DRAFT, TRUNCATE
 from dspark.runtime.state import Slots
 from dspark.runtime.target import Qwen3Target
 from dspark.runtime.tensorrt import TensorRTEngine
@@ -62,6 +64,14 @@ def test_outputs_are_those_of_the_cpu(small_bundle: Path, engines: Path, tempera
         expected = host.generate(PROMPTS, params, speculative=speculative)
         actual = device.generate(PROMPTS, params, speculative=speculative)
         assert [o.token_ids for o in actual] == [o.token_ids for o in expected]
+
+
+@pytest.mark.usefixtures("trt")
+def test_the_other_flavour(small_bundle: Path, tmp_path: Path) -> None:
+    """Engines of regular TensorRT differ by their record only."""
+    place, params = add_engines(small_bundle, tmp_path / "bundle", flavour="tensorrt"), SamplingParams(max_tokens=20, ignore_eos=True)
+    expected = LLM(small_bundle, threads=1).generate(PROMPTS[:2], params)
+    assert [o.token_ids for o in LLM(place, backend="tensorrt").generate(PROMPTS[:2], params)] == [o.token_ids for o in expected]
 
 
 @pytest.mark.usefixtures("trt")
@@ -142,16 +152,55 @@ def test_steps_are_captured_again_for_other_addresses(cuda: FakeCuda, trt: FakeT
     assert trt.contexts == 4, "one for all steps that are not captured, one for each that is"
 
 
+@pytest.mark.parametrize("at", ["end_capture", "enqueue"])
 def test_an_engine_runs_where_nothing_can_be_captured(
-    cuda: FakeCuda, trt: FakeTensorRT, small_bundle: Path, engines: Path, caplog: pytest.LogCaptureFixture
+    cuda: FakeCuda, trt: FakeTensorRT, small_bundle: Path, engines: Path, caplog: pytest.LogCaptureFixture, at: str
 ) -> None:
-    cuda.fail.add("end_capture")
+    """CUDA refuses the recording, or TensorRT does not enqueue while it goes on: nothing of what was recorded is ever replayed."""
+    if at == "end_capture":
+        cuda.fail.add(at)
+    trt.refuse = "capture" if at == "enqueue" else ""
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     expected = LLM(small_bundle, threads=1).generate([PROMPTS[0]], params)[0].token_ids
     llm = LLM(engines, backend="tensorrt-rtx")
     assert llm.generate([PROMPTS[0]], params)[0].token_ids == expected
     messages = [record.message for record in caplog.records if "without CUDA graph" in record.message]
-    assert len(messages) == 3 and "end_capture failed" in messages[0], "said once for each graph"
+    assert len(messages) == 3, "said once for each graph"
+    assert ("end_capture failed" if at == "end_capture" else "the plugin failed") in messages[0]
+    assert not cuda.calls["launch"]
+
+
+def test_chunks_of_prompts_are_not_captured(cuda: FakeCuda, trt: FakeTensorRT, engines: Path) -> None:
+    """Their contexts and graphs would be thrown away with the next length."""
+    parts = parts_of(engines)
+    parts.slots.admit("r")
+    for _ in range(4):
+        parts.target.prefill("r", list(range(30)))
+    assert cuda.calls["execute target"] == 4 and not cuda.calls["begin_capture"]
+
+
+def test_what_is_dropped_stays_until_the_stream_has_caught_up(cuda: FakeCuda, trt: FakeTensorRT, engines: Path) -> None:
+    """Memory, contexts and graphs of a step that nothing refers to, while its work is still enqueued, or another one is captured."""
+    engine = TensorRTEngine(load_bundle(engines), "tensorrt-rtx")
+    vocabulary = engine.manifest.drafter.vocab_size
+    shapes = {"logits": (1, 64, vocabulary), "threshold": (1, 64), "temperature": (1,), "top_k": (1,), "top_p": (1,), "min_p": (1,)}
+    tensors = {name: engine.allocate(shape, "int64" if name == "top_k" else "float32") for name, shape in shapes.items()}
+    with pytest.raises(LimitError):  # more rows than a round has
+        engine.bind(TRUNCATE, tensors)
+    large = engine.allocate((1, 8, vocabulary), "float32")
+    tensors |= {"logits": large, "threshold": engine.allocate((1, 8), "float32")}
+    step = engine.bind(TRUNCATE, tensors)
+    for _ in range(3):
+        step.run()
+    held = weakref.ref(step._captured)
+    before = cuda.calls["free"]
+    cuda.begin_capture(77)
+    del step, large, tensors
+    gc.collect()
+    cuda.end_capture(77)
+    assert cuda.calls["free"] == before and held() is not None
+    engine.allocate((1,), "int64").read()
+    assert cuda.calls["free"] == before and held() is None
 
 
 @pytest.mark.usefixtures("trt")
@@ -224,10 +273,12 @@ def test_engines_of_others_are_refused(small_bundle: Path, tmp_path: Path, chang
 
 
 @pytest.mark.usefixtures("trt")
-def test_engines_that_others_may_use(small_bundle: Path, tmp_path: Path) -> None:
+def test_engines_that_others_may_use(small_bundle: Path, engines: Path, tmp_path: Path) -> None:
     """Version-compatible engines load in another version, hardware-compatible ones on another device."""
     place = add_engines(small_bundle, tmp_path / "version", version="1.6.0", version_compatible=True)
-    assert TensorRTEngine(load_bundle(place), "tensorrt-rtx").record.version == "1.6.0"
+    engine = TensorRTEngine(load_bundle(place), "tensorrt-rtx")
+    assert engine.record.version == "1.6.0" and engine._runtime.engine_host_code_allowed, "such an engine carries code"
+    assert not TensorRTEngine(load_bundle(engines), "tensorrt-rtx")._runtime.engine_host_code_allowed
     bundle = load_bundle(add_engines(small_bundle, tmp_path / "device", "8.0", hardware_compatibility="ampere_plus"))
     assert choose_record(bundle.manifest.engines, "tensorrt-rtx", "9.0")[0] == "tensorrt-rtx-sm80"
     with pytest.raises(EngineError, match="no engines"):
