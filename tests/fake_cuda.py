@@ -18,6 +18,10 @@ ALIGNMENT = 256
 STREAM = 77
 
 
+class Recorded(list[Callable[[], None]]):
+    """A graph: work that was recorded."""
+
+
 class FakeCuda:
     """`fail` holds the names of calls that report an error."""
 
@@ -115,7 +119,7 @@ class FakeCuda:
     def end_capture(self, _stream: int) -> Any:
         recorded, self._recording = self._recording, None
         self._called("end_capture")
-        return recorded
+        return Recorded(recorded or ())
 
     def launch(self, graph: Any, stream: int) -> None:
         self._called("launch")

@@ -16,8 +16,8 @@ from dspark.runtime.onnxruntime import OnnxRuntimeEngine
 
 
 def outputs(tokens: list[int], **changes: float) -> dict[str, np.ndarray]:
-    """A round of three proposals; in each, token 1 is ahead of token 2 by one."""
-    logits = np.tile(np.array([0.0, 100.0, 99.0, -50.0], np.float32), (1, 3, 1))
+    """A round of three proposals; in each, token 1 is ahead of token 2 by a tenth."""
+    logits = np.tile(np.array([0.0, 100.0, 99.9, -50.0], np.float32), (1, 3, 1))
     made = {
         "verify_tokens": np.array([[9, *tokens]]),
         "draft_logits": logits,
@@ -30,12 +30,12 @@ def outputs(tokens: list[int], **changes: float) -> dict[str, np.ndarray]:
 
 
 def test_equal_outputs() -> None:
-    worst, faults = compare.differences(outputs([1, 1, 1]), outputs([1, 1, 1], draft_logits=0.5))
-    assert worst == pytest.approx(0.005)
+    worst, faults = compare.differences(outputs([1, 1, 1]), outputs([1, 1, 1], draft_logits=0.05))
+    assert worst == pytest.approx(0.0005, rel=1e-3)
     assert faults == []
 
 
-@pytest.mark.parametrize("change", [{"draft_logits": 1.5}, {"confidence_logits": 0.02}, {"key_ring.0.updated": np.nan}])
+@pytest.mark.parametrize("change", [{"draft_logits": 0.15}, {"confidence_logits": 0.002}, {"key_ring.0.updated": np.nan}])
 def test_a_difference_is_found(change: dict[str, float]) -> None:
     _, faults = compare.differences(outputs([1, 1, 1]), outputs([1, 1, 1], **change))
     assert len(faults) == 1 and next(iter(change)) in faults[0]
@@ -43,9 +43,9 @@ def test_a_difference_is_found(change: dict[str, float]) -> None:
 
 def test_another_token_needs_a_near_tie() -> None:
     _, faults = compare.differences(outputs([1, 1, 1]), outputs([1, 2, 3]))
-    assert faults == ["proposal 2 is 2, expected 1, ahead by 1.00e+00"]
+    assert faults == ["proposal 2 is 2, expected 1, ahead by 1.00e-01"]
     actual = outputs([1, 2, 3], confidence_logits=5.0)  # behind the first difference: not compared
-    actual["draft_logits"][0, 1, 2] += 0.6
+    actual["draft_logits"][0, 1, 2] += 0.06
     assert compare.differences(outputs([1, 1, 1]), actual)[1] == []
 
 
