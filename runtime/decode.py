@@ -41,6 +41,8 @@ class Decoder:
         self._pending = PendingRows(slots, drafter)
         self._narrow: dict[tuple[View, int], Tensor] = {}
         self._greedy: dict[int, Draws] = {}
+        # What a round writes into tensors: made once, since such tensors keep a copy.
+        self._counts: dict[int, Array] = {}
         self._abandoned: list[Request] = []
         self.lock = threading.RLock()
         """To be held by whoever calls from several threads."""
@@ -180,7 +182,10 @@ class Decoder:
     def _choose(self, plan: Round, verified: Verified, proposals: Proposals | None, draws: Draws) -> list[Choice]:
         """Return what follows each request's anchor: the accepted proposals and the next token."""
         view, tokens = verified.logits.view, None if proposals is None else proposals.verify_tokens
-        counts = np.zeros(view.size, np.int64)
+        if view.size not in self._counts:
+            self._counts[view.size] = np.empty(view.size, np.int64)
+        counts = self._counts[view.size]
+        counts[:] = 0
         counts[list(view.rows)] = plan.counts
         logits = self._processed(plan, verified.logits, tokens)
         if draws.any:

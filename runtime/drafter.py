@@ -54,6 +54,7 @@ class Drafter:
         # fresh bindings on both sides in every round.
         self._outputs: dict[View, dict[str, Tensor]] = {}
         self._drafts: dict[tuple[str, View, int, int], BoundStep] = {}
+        self._numbers: dict[int, Array] = {}
         self._contexts: dict[tuple[View, int, int], BoundStep] = {}
 
     def total(self, request: Hashable) -> int:
@@ -172,8 +173,10 @@ class Drafter:
         draft = self._draft(graph, view, n, taps.tensor if isinstance(taps, Rows) and taps.view == view else None)
         if taps is not None and not (isinstance(taps, Rows) and taps.view == view):
             draft.tensors["taps"].write(self._taps_by_slot(view, taps, counts))
-        start, anchor = self._total[slots].copy(), np.zeros(view.size, np.int64)
-        total = start.copy()
+        if view.size not in self._numbers:
+            self._numbers[view.size] = np.empty((3, view.size), np.int64)
+        start, total, anchor = self._numbers[view.size]
+        start[:], total[:], anchor[:] = self._total[slots], self._total[slots], 0
         for row, token, count in zip(view.rows, anchors, counts, strict=True):
             anchor[row], total[row] = token, start[row] + (count or 0)
         for name, values in (("start", start), ("total", total), ("first", self._first[slots]), ("anchor", anchor)):

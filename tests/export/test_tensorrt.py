@@ -122,10 +122,10 @@ def test_golden_pairs(export: Export, tmp_path: Path, pair: str) -> None:
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_published_8b_widths(export: Export, tmp_path: Path, dtype: str) -> None:
     """The widths of the published 8B drafter, one layer of it, a vocabulary of 16384: the builder's memory is the limit."""
-    shape = replace(SHAPES["8b"], layers=2, taps=(-1, 0, 0, 0, 0), drafter_layers=1, vocabulary=16384, mask=16383)
-    write_pair(tmp_path / "pair", shape, dtype=dtype)
+    shape = replace(SHAPES["8b"], layers=6, taps=(0, 1, 2, 3, 4), drafter_layers=1, vocabulary=16384, mask=16383)
+    write_pair(tmp_path / "pair", shape, dtype=dtype, sparse=True)
     bundle = export(tmp_path / "pair", dtype=dtype, max_seq_len=4096)
-    records = build(bundle, tmp_path / "engines", ("8.9",))
+    records = build(bundle, tmp_path / "engines", ("8.9",), graphs=(CONTEXT, DRAFT, DRAFT_SAMPLED))
     assert records["tensorrt-rtx-sm89"].graphs[DRAFT].plugin_layers == 3
 
 
