@@ -44,12 +44,10 @@ class Difference:
 def compare_with_float(bundle: Bundle, engine: Engine, target: Path, drafter: Path, prompts: Sequence[Sequence[int]]) -> Difference:
     """Compare the engine's target with that of the checkpoints that the bundle was exported from.
 
-    Raises CheckpointError where the directories are not those, and EngineError.
+    Raises CheckpointError where the directories are not those, RequestError without tokens that follow others, and EngineError.
     """
     manifest = bundle.manifest
-    for model, directory in (("target", target), ("drafter", drafter)):
-        if identity(open_checkpoint(directory)) != manifest.checkpoints[model]:
-            raise CheckpointError(f"{directory} is not the {model} that {bundle.directory} was exported from: pass the one that it was")
+    check_origin(bundle, target, drafter)
     judged = [prompt for prompt in prompts if len(prompt) > 1]
     if not judged:
         raise RequestError("the float target is compared on tokens that follow others: give a prompt of at least two tokens")
@@ -67,6 +65,13 @@ def compare_with_float(bundle: Bundle, engine: Engine, target: Path, drafter: Pa
         surprise += [_surprise(exact, prompt[1:]), _surprise(quantised, prompt[1:])]
     float_perplexity, perplexity = np.exp(surprise / positions)
     return Difference(positions, summed / positions, most, largest, same / positions, float(float_perplexity), float(perplexity))
+
+
+def check_origin(bundle: Bundle, target: Path, drafter: Path) -> None:
+    """Raise CheckpointError unless the bundle was exported from these two directories."""
+    for model, directory in (("target", target), ("drafter", drafter)):
+        if identity(open_checkpoint(directory)) != bundle.manifest.checkpoints[model]:
+            raise CheckpointError(f"{directory} is not the {model} that {bundle.directory} was exported from: pass the one that it was")
 
 
 def _engine_logits(engine: Engine, tokens: Sequence[int]) -> Array:

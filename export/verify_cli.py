@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dspark.runtime.bundle import TOKENIZER_FILES, Bundle, load_bundle
+from dspark.runtime.cli import positive
 from dspark.runtime.errors import DSparkError, EngineError, ExportError, RequestError, numbered
 from dspark.runtime.prompts import Prompt, read_prompts
 from dspark.runtime.terminal import ProgressLine
@@ -90,6 +91,10 @@ def verify(
     bundle = load_bundle(directory)
     if checkpoints is not None and bundle.manifest.quantization is None:
         raise ExportError(f"{directory} is not quantised, so nothing differs from the float target: leave out --checkpoints")
+    if checkpoints is not None:
+        from dspark.export.difference import check_origin, compare_with_float
+
+        check_origin(bundle, *checkpoints)
     engines, not_run = open_engines(bundle)
     if not engines:
         reasons = numbered(f"{name}: {reason}" for name, reason in not_run.items())
@@ -109,8 +114,6 @@ def verify(
         compared[other] = compare_tokens(bundle.manifest, own, engine, prompts, plain_tokens(own, prompts, tokens))
     difference = None
     if checkpoints is not None:
-        from dspark.export.difference import compare_with_float
-
         line.show("comparing with the float target")
         difference = compare_with_float(bundle, next(iter(engines.values())), *checkpoints, texts or prompts)
     return Report(bundle, name, tensors, compared, not_run, difference)
@@ -201,19 +204,13 @@ def _finite(fields: dict[str, Any]) -> dict[str, Any]:
     return {key: str(value) if isinstance(value, float) and not math.isfinite(value) else value for key, value in fields.items()}
 
 
-def _tokens(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of at least 1")
-    return int(text)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dspark-verify", description="Compare every engine of a bundle that runs on this machine, tensor by tensor and token by token."
     )
     parser.add_argument("--version", action="version", version=f"dspark {version('dspark')}")
     parser.add_argument("bundle", type=Path, help="bundle directory made by dspark-export")
-    parser.add_argument("--tokens", type=_tokens, default=64, metavar="N", help="greedy tokens of each prompt (default 64)")
+    parser.add_argument("--tokens", type=positive, default=64, metavar="N", help="greedy tokens of each prompt (default 64)")
     parser.add_argument("--prompt-file", type=Path, help="prompts instead of built-in texts: a text, or .jsonl with ids or text")
     parser.add_argument(
         "--checkpoints",

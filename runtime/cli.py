@@ -253,7 +253,8 @@ def _inspect(args: argparse.Namespace) -> int:
     return 1 if changed else 0
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """Parse an argument that is a number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a number of at least 1")
     return int(text)
@@ -266,7 +267,7 @@ def _add_decoding(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     prompt.add_argument("--prompt", help="a user's message, rendered with the chat template if there is one")
     prompt.add_argument("--prompt-file", type=Path, help="a text file, or .jsonl with ids, messages or text in each line")
     prompt.add_argument("--prompt-ids", metavar="1,2,3", help="token ids")
-    parser.add_argument("--limit", type=_positive, metavar="N", help="first N lines of a .jsonl file only")
+    parser.add_argument("--limit", type=positive, metavar="N", help="first N lines of a .jsonl file only")
     parser.add_argument("--raw", action="store_true", help="take text as it is, without the chat template")
     decoding = parser.add_argument_group("decoding")
     decoding.add_argument("--max-tokens", type=int, default=256, help="most tokens to generate (default 256)")
@@ -300,7 +301,7 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure plain and speculative decoding, prompt by prompt in turn")
     bench.set_defaults(command=_bench)
     _add_decoding(bench)
-    bench.add_argument("--repeats", type=_positive, default=3, metavar="N", help="runs over all prompts, medians are shown (default 3)")
+    bench.add_argument("--repeats", type=positive, default=3, metavar="N", help="runs over all prompts, medians are shown (default 3)")
     bench.add_argument("--profile", action="store_true", help="show the stages of a round")
     inspect = commands.add_parser("inspect", help="say what a bundle is, needs and holds")
     inspect.set_defaults(command=_inspect)
