@@ -95,6 +95,8 @@ def verify(
         from dspark.export.difference import check_origin, compare_with_float
 
         check_origin(bundle, *checkpoints)
+    has_tokenizer = (bundle.directory / TOKENIZER_FILES[0]).exists()
+    texts = _encoded(bundle, read_prompts(prompt_file) if prompt_file is not None else _TEXTS if has_tokenizer else ())
     engines, not_run = open_engines(bundle)
     if not engines:
         reasons = numbered(f"{name}: {reason}" for name, reason in not_run.items())
@@ -103,8 +105,6 @@ def verify(
     line.show("comparing tensors")
     others = {other: engine for other, engine in engines.items() if other != name}
     tensors = compare_tensors(bundle.manifest, reference, others) if others else {}
-    has_tokenizer = (bundle.directory / TOKENIZER_FILES[0]).exists()
-    texts = _encoded(bundle, read_prompts(prompt_file) if prompt_file is not None else _TEXTS if has_tokenizer else ())
     prompts = seeded_prompts(bundle.manifest) + texts
     compared = {}
     for other, engine in engines.items():

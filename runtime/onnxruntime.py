@@ -182,7 +182,12 @@ class OnnxRuntimeEngine:
         options.optimized_model_filepath = str(folder / MODEL)
         for key, value in (*_SAVE_PACKED, ("session.optimized_model_external_initializers_file_name", PACKED)):
             options.add_session_config_entry(key, value)
-        self._open(self._bundle.graph_path(graph), options)
+        try:
+            self._open(self._bundle.graph_path(graph), options)
+        except EngineError as error:
+            raise EngineError(
+                f"graph {graph} with packed weights cannot be written below {folder.parent}: name a folder with more room, or none; {error}"
+            ) from error
 
     def _options(self) -> Any:
         import onnxruntime

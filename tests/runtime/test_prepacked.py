@@ -73,6 +73,21 @@ def test_nothing_is_left_of_a_failed_write(pair_bundle: Path, tmp_path: Path) ->
         LLM(pair_bundle, prepacked_cache=tmp_path / "file")
 
 
+def test_a_full_disk_is_told_as_one(pair_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime calls it a graph that cannot be loaded."""
+
+    def fails(*_: object) -> None:
+        raise EngineError("ONNX Runtime cannot load draft.onnx: Failed to write external initializers")
+
+    engine = OnnxRuntimeEngine(load_bundle(pair_bundle), prepacked=tmp_path)
+    monkeypatch.setattr(engine, "_open", fails)
+    with pytest.raises(
+        EngineError, match=f"packed weights cannot be written below {tmp_path}: name a folder with more room.*Failed to write"
+    ):
+        engine.load(["draft"])
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_two_processes_at_once(pair_bundle: Path, tmp_path: Path) -> None:
     """The other one is faster: its files are taken, ours are thrown away."""
     cache = PrepackedCache(tmp_path, load_bundle(pair_bundle), "1.32.0")
